@@ -96,7 +96,6 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
 
     @property
     def _runtime(self) -> SpecDecodeRuntime:
-        """The open model."""
         return self._thread.opened.result()
 
     directory: EngineDirectory = _of_runtime("directory")
@@ -274,17 +273,14 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
             state = "(closed)"
         return f"<{name} {runtime.directory.path} {state}>"
 
-    @property
-    def _kept_bytes(self) -> int:
-        opened = self._thread.opened
-        return opened.result().kept_bytes if opened.done() and opened.exception() is None else 0
-
     def _gauges(self) -> Mapping[str, tuple[str, int]]:
+        opened = self._thread.opened
+        kept_bytes = opened.result().kept_bytes if opened.done() and opened.exception() is None else 0
         return {
             "requests_waiting": ("Requests that wait for a slot.", self._thread.waiting),
             "requests_running": ("Requests that are being computed.", self._thread.running),
             "requests_preempted": ("Requests that gave way to others, and wait to go on.", self._thread.preempted),
-            "preempted_bytes": ("Bytes of rows that are kept on the host for them.", self._kept_bytes),
+            "preempted_bytes": ("Bytes of rows that are kept on the host for them.", kept_bytes),
         }
 
 

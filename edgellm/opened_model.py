@@ -240,7 +240,6 @@ class OpenedModel(Closing):
         return count
 
     def lost(self) -> DeviceLostError | None:
-        """See `edgellm.serving.server.Engine`."""
         return self._open_runner().backend.lost()
 
     def idle(self) -> bool:
@@ -341,7 +340,6 @@ class OpenedModel(Closing):
         return self._snapshots
 
     def _forget_contents(self) -> None:
-        """Reuse nothing of what slots hold."""
         self._contents = [self._empty_contents() for _ in range(self.directory.limits.max_batch)]
 
     def _empty_contents(self) -> KVContents:

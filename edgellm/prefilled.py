@@ -91,7 +91,6 @@ class HiddenStates(FeatureUser):
         self._user.take_chunk(slot, following, position, features, media)
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> list[Callable[[], None]]:
-        """See `FeatureUser.take_tokens`."""
         return self._user.take_tokens(slots, tokens, features)
 
     def shared(self, slot: int, tokens: int, owner: object) -> tuple[SharedArray, ...]:

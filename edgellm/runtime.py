@@ -106,7 +106,6 @@ class SpecDecodeRuntime(OpenedModel):
         return request.vector(state)
 
     def loop(self) -> DecodingLoop:
-        """See `edgellm.serving.server.Engine`."""
         runner, snapshots, drafter = self._open_runner(), self._open_snapshots(), self._drafters.drafter
         if self._observer is not None:
             runner = cast(DecodingRunner, ObservedRunner(runner, self._observer))

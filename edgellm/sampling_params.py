@@ -12,7 +12,8 @@ from typing import Any
 from edgellm.errors import RequestError, require, shown
 from edgellm.structure.description import structure_of, structure_of_response_format
 
-SMALLEST_TEMPERATURE = 0.001  # logits divided by less overflow float32
+#: Logits divided by less overflow float32: below it the likeliest token is taken, as others write 1e-6 for 0.
+SMALLEST_TEMPERATURE = 0.001
 LARGEST_INTEGER = 2**31 - 1
 LARGEST_SEED = 2**64 - 1
 MOST_LOGPROBS = 20
@@ -29,8 +30,8 @@ _REALS: dict[str, Any] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2.0, 2.0)),
 }
 _WHOLE: dict[str, Any] = {
-    "top_k": (0, LARGEST_INTEGER, "0 switches it off"),
-    "seed": (0, LARGEST_SEED),
+    "top_k": (-1, LARGEST_INTEGER, "0 and -1 switch it off"),
+    "seed": (-(2**63), LARGEST_SEED, "those below 0, which OpenAI's API has, are taken modulo 2^64"),
     "max_tokens": (1, LARGEST_INTEGER),
     "min_tokens": (0, LARGEST_INTEGER),
     "logprobs": (0, MOST_LOGPROBS),
@@ -42,11 +43,12 @@ _MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "structure", "allowed_token_id
 class SamplingParams:
     """One request's sampling and its limits; wrong values raise `RequestError` that names field, value and range.
 
-    `temperature` 0 is greedy decoding. `top_k` 0, `top_p` 1 and `min_p` 0 switch these filters off; a
-    `repetition_penalty` of 1 and `presence_penalty`, `frequency_penalty` of 0 do nothing. `seed` None draws one at
-    random. `max_tokens` None means up to the context limit. An answer ends at the model's end-of-sequence tokens
-    (unless `ignore_eos`), at one of `stop_token_ids`, or where its text contains one of the `stop` strings; not before
-    it has `min_tokens`: such tokens are not drawn until then, and a stop string counts where its end comes later.
+    `temperature` 0 is greedy decoding, and so is one below 0.001. `top_k` 0 (or -1), `top_p` 1 and `min_p` 0 switch
+    these filters off; a `repetition_penalty` of 1 and `presence_penalty`, `frequency_penalty` of 0 do nothing. `seed`
+    None draws one at random. `max_tokens` None means up to the context limit. An answer ends at the model's
+    end-of-sequence tokens (unless `ignore_eos`), at one of `stop_token_ids`, or where its text contains one of the
+    `stop` strings; not before it has `min_tokens`: such tokens are not drawn until then, and a stop string counts where
+    its end comes later.
 
     With `logprobs` N each token comes with its log-probability and the N likeliest in its place (`TokenLogprobs`); the
     host then reads logits in every step, and with penalties nothing is drafted. They are after masks (`structure`,
@@ -132,13 +134,12 @@ def checked_value(name: str, value: Any) -> Any:
         return None
     if name == "temperature":
         number = _real(name, value, 0.0, 100.0)
-        expected = f"0 (greedy decoding) or a number from {SMALLEST_TEMPERATURE} to 100"
-        require(not 0.0 < number < SMALLEST_TEMPERATURE, name, value, expected)
-        return number
+        return number if number >= SMALLEST_TEMPERATURE else 0.0
     if name in _REALS:
         return _real(name, value, *_REALS[name])
     if name in _WHOLE:
-        return _integer(name, value, *_WHOLE[name])
+        number = _integer(name, value, *_WHOLE[name])
+        return number % (LARGEST_SEED + 1) if name == "seed" else max(0, number)
     if name == "stop":
         return _stop_strings(value)
     if name == "stop_token_ids":

@@ -335,14 +335,12 @@ class Conversation(Generic[Growing, Answer]):
             response = turn.request_state.response
             if response is not None and response.is_answered:  # of a failure whoever waits for the answer is told
                 self._messages = [*turn.before, *turn.messages, response.as_message()]
-                self._warn_of_full_context(response, turn.request_state.sequence.context_length)
-
-    def _warn_of_full_context(self, response: Response, context_length: int) -> None:
-        used = context_length - response.usage.context_left
-        if used >= NEARLY_FULL * context_length and response.finish_reason != "context":  # which says it, too
-            drops = self._conversation.overflow == "drop_oldest"
-            soon = "its oldest turns leave soon" if drops else "messages will not fit soon"
-            self.warn(f"the conversation fills {used} of the {context_length} tokens of the context: {soon}")
+                context = turn.request_state.sequence.context_length
+                used = context - response.usage.context_left
+                if used >= NEARLY_FULL * context and response.finish_reason != "context":  # which says it, too
+                    drops = self._conversation.overflow == "drop_oldest"
+                    soon = "its oldest turns leave soon" if drops else "messages will not fit soon"
+                    self.warn(f"the conversation fills {used} of the {context} tokens of the context: {soon}")
 
 
 class Session(Conversation[Generation, Response]):

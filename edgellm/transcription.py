@@ -42,7 +42,7 @@ def language_name(language: str | None) -> str | None:
         return None
     require_kind(isinstance(language, str), "language", language, 'a code or a name, such as "en" or "English"')
     known = {**LANGUAGES} | {name.lower(): name for name in LANGUAGES.values()}
-    found = known.get(language.lower())
+    found = known.get(language.lower(), known.get(language.lower().partition("-")[0]))  # of en-US the first part
     if found is None:
         raise RequestError(f"there is no language {language!r:.80}{did_you_mean(language.lower(), list(LANGUAGES))}")
     return found

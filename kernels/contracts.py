@@ -235,10 +235,13 @@ def _checked(contract: Contract, kind: type, found: tuple[tuple, ...]) -> dict[s
             sizes[field.name] = entry
             continue
         if not isinstance(entry, tuple):
-            raise _wrong_kind(contract, field, kind, entry)
+            found_kind = entry.__name__ if isinstance(entry, type) else type(entry).__name__
+            expected = f"expected a {kind.__name__}, as these kernels work on those"
+            raise KernelError(f"{contract.name}: {field.name} is a {found_kind}; {expected}")
         shape, dtype, usable = entry
         _check_shape(contract, field, shape, sizes)
-        name = _dtype_name(dtype)
+        name = dtype if isinstance(dtype, str) else dtype.name
+        name = "bfloat16" if name == "uint16" else name  # whose bits stand on the host
         allowed: tuple[str, ...] = (field.dtype,)
         if field.dtype in ("compute", "rows", "mixed"):
             more = {"rows": ("int8",), "mixed": ("float32",)}.get(field.dtype, ())
@@ -274,16 +277,3 @@ def _check_shape(contract: Contract, field: _Field, shape: tuple[int, ...], size
         if size != wanted or (size == 0 and axis not in _MAY_BE_EMPTY):
             known = ", ".join(f"{letter} = {sizes[letter]}" for letter in contract.letters if letter in sizes)
             raise KernelError(f"{expected} with {known}")
-
-
-def _wrong_kind(contract: Contract, field: _Field, kind: type, entry: Any) -> KernelError:
-    name = entry.__name__ if isinstance(entry, type) else type(entry).__name__
-    return KernelError(
-        f"{contract.name}: {field.name} is a {name}; expected a {kind.__name__}, as these kernels work on those"
-    )
-
-
-def _dtype_name(dtype: Any) -> str:
-    """The project's name of a dtype; uint16 on the host stands for the bits of bfloat16."""
-    name = dtype if isinstance(dtype, str) else dtype.name
-    return "bfloat16" if name == "uint16" else name

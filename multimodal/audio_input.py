@@ -92,7 +92,8 @@ def _mono(samples: np.ndarray) -> np.ndarray:
         raise AudioError(f"{what} is no sound: expected samples [N], at least one, or [N, channels], fewer of them")
     if kind.kind != "f" and kind not in (np.uint8, np.int16, np.int32):
         raise AudioError(f"{what}: expected floats from -1 to 1, int16, int32 or uint8. Convert it first, with astype")
-    values: np.ndarray = samples.astype(np.float32)
+    with np.errstate(over="ignore"):  # what float32 does not hold is refused below
+        values: np.ndarray = samples.astype(np.float32)
     if kind.kind != "f":
         values = (values - np.float32(128 if kind == np.uint8 else 0)) / np.float32(2 ** (8 * kind.itemsize - 1))
     values = values if values.ndim == 1 else values.mean(axis=1, dtype=np.float32)
@@ -131,30 +132,36 @@ def _decoded(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, i
     except AudioError:
         raise
     except Exception as error:  # whatever hostile bytes make a decoder raise
-        raise AudioError(f"{what} is no sound that soundfile reads, or it is damaged: {error}") from error
+        reason = getattr(error, "error_string", error)  # the rest names an object in memory
+        raise AudioError(f"{what} is no sound that soundfile reads, or it is damaged: {reason}") from error
 
 
 def _wav(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, int] | None:
     """Samples [N, channels] of a WAV file, and their rate; None for a coding that is not read here. A chunk that says
-    to be larger than the file ends with it, as where it was written to a pipe."""
-    place, form = 12, (0, 0, 0, 0)
+    to be larger than the file ends with it, as where it was written to a pipe, and so do samples of which neither it
+    nor the file's own size tells, as where a recorder was ended. 24 bits may lie in four bytes (ALSA's S24_LE)."""
+    place, form, end = 12, (0, 0, 0, 0, 0), int.from_bytes(data[4:8], "little") + 8
     while place + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, place)
         start, size = place + 8, min(size, len(data) - place - 8)
         if name == b"fmt " and size >= 16:
-            tag, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", data, start)
+            tag, channels, rate, _, block, bits = struct.unpack_from("<HHIIHH", data, start)
             if tag == _EXTENSIBLE and size >= 26:
                 (tag,) = struct.unpack_from("<H", data, start + 24)
-            form = tag, channels, rate, bits
+            form = tag, channels, rate, block, bits
         elif name == b"data" and any(form):
-            tag, channels, rate, bits = form
+            tag, channels, rate, block, bits = form
             if (tag, bits) not in _CODINGS or not channels or not rate:
                 return None
-            frames = size // (bits // 8 * channels)
+            size = size or (len(data) - start if end <= start else 0)
+            width = 4 if bits == 24 and block == 4 * channels else bits // 8
+            frames = size // (width * channels)
+            if not frames:
+                break
             _check_length(frames, channels, rate, most_seconds)
-            values = np.frombuffer(data[start : start + frames * channels * bits // 8], _CODINGS[tag, bits])
+            values = np.frombuffer(data[start : start + frames * channels * width], _CODINGS[tag, bits])
             if bits == 24:  # the upper three bytes of 32 bits
-                values = np.pad(values.reshape(-1, 3), ((0, 0), (1, 0))).view("<i4")[:, 0]
+                values = np.pad(values.reshape(-1, width)[:, :3], ((0, 0), (1, 0))).view("<i4")[:, 0]
             return values.astype(values.dtype.newbyteorder("=")).reshape(frames, channels), rate
         place = start + size + size % 2
     raise AudioError(f"{what} is a WAV file without a format or without samples: it is damaged")

@@ -45,7 +45,8 @@ class LongestEdgeRule:
         first = self._shown(height, width)
         if not self.cuts:
             return Cut((0, 0), (), (first, (self.side, self.side)))
-        rows, columns = self._tiles(*first)
+        longer = math.ceil(max(first) / self.side) * self.side
+        rows, columns = (max(1, math.ceil(edge / self.side)) for edge in _with_longer_edge(longer, *first))
         second = rows * self.side, columns * self.side
         if rows * columns == 1:
             return Cut((0, 0), (), (first, second))
@@ -58,11 +59,6 @@ class LongestEdgeRule:
         if max(rows, columns) > _LONGEST_EDGE:
             rows, columns = _with_longer_edge(_LONGEST_EDGE, max(1, rows), max(1, columns))
         return max(1, rows), max(1, columns)
-
-    def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        longer = math.ceil(max(height, width) / self.side) * self.side
-        rows, columns = (max(1, math.ceil(edge / self.side)) for edge in _with_longer_edge(longer, height, width))
-        return rows, columns
 
 
 def _with_longer_edge(longer: int, height: int, width: int) -> Size:

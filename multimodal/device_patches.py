@@ -17,20 +17,13 @@ from edgellm.engines.errors import ImageError
 from edgellm.engines.formats.tensors import convert
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
-from edgellm.multimodal.image_layout import (
-    FILTERS,
-    MAXIMUM_PIXELS,
-    ImageLayout,
-    Size,
-    resampling_axes,
-    resampling_weights,
-)
+from edgellm.multimodal import image_layout
 from edgellm.multimodal.prepared_image import PreparedImage
 
 #: So many image sizes keep their tables on the device: a camera has one.
 _KEPT_TABLES = 4
 
-_Key = tuple[Size, ImageLayout]
+_Key = tuple[image_layout.Size, image_layout.ImageLayout]
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class _Tables:
     first: ResamplingTables
     second: ResamplingTables
     values: Array
-    between: Size
+    between: image_layout.Size
 
 
 class DevicePatches:
@@ -94,7 +87,7 @@ class DevicePatches:
             self._buffers[name] = self._backend.empty((size,), "uint8")
         return leading(self._buffers[name], shape)
 
-    def _tables_of(self, size: Size, layout: ImageLayout) -> _Tables | None:
+    def _tables_of(self, size: image_layout.Size, layout: image_layout.ImageLayout) -> _Tables | None:
         """The tables for images of a size; None for its first image, and for what kernels do not do as Pillow does."""
         key = size, layout
         if key not in self._tables:
@@ -107,16 +100,16 @@ class DevicePatches:
         self._tables.move_to_end(key)
         return self._tables[key]
 
-    def _new_tables(self, size: Size, layout: ImageLayout) -> _Tables | None:
+    def _new_tables(self, size: image_layout.Size, layout: image_layout.ImageLayout) -> _Tables | None:
         used = layout.used_part()
-        if math.prod(size) > MAXIMUM_PIXELS or used is None or layout.resample not in FILTERS:
+        if math.prod(size) > image_layout.MAXIMUM_PIXELS or used is None or layout.resample not in image_layout.FILTERS:
             return None
-        axes = resampling_axes(size, layout.resized, layout.resample)
+        axes = image_layout.resampling_axes(size, layout.resized, layout.resample)
         if axes is None:
             return None
         passes = []
         for axis in axes:
-            starts, shares = resampling_weights(size[axis], layout.resized[axis], layout.resample)
+            starts, shares = image_layout.resampling_weights(size[axis], layout.resized[axis], layout.resample)
             first, weights = (uploaded(self._backend, table[used[axis]]) for table in (starts, shares))
             passes.append(ResamplingTables(first, weights, axis))
         between = list(size)

@@ -143,20 +143,12 @@ def _centre(pixels: np.ndarray, size: Size) -> np.ndarray:
     return pixels
 
 
-def _triangle(x: float) -> float:
-    return max(0.0, 1.0 - abs(x))
-
-
 def _cubic(x: float) -> float:
     """Keys' kernel with a = -0.5 (1981)."""
     x = abs(x)
     if x < 1.0:
         return (1.5 * x - 2.5) * x * x + 1.0
     return (((x - 5.0) * x + 8.0) * x - 4.0) * -0.5 if x < 2.0 else 0.0
-
-
-def _lanczos(x: float) -> float:
-    return _sinc(x) * _sinc(x / 3.0) if -3.0 <= x < 3.0 else 0.0
 
 
 def _sinc(x: float) -> float:
@@ -166,9 +158,9 @@ def _sinc(x: float) -> float:
 #: The filters that models are published with: how far each reaches in pixels of the smaller image, and its value
 #: there. With others of Pillow's images are resized on the host.
 FILTERS: dict[int, tuple[float, Callable[[float], float]]] = {
-    Image.Resampling.BILINEAR: (1.0, _triangle),
+    Image.Resampling.BILINEAR: (1.0, lambda x: max(0.0, 1.0 - abs(x))),
     Image.Resampling.BICUBIC: (2.0, _cubic),
-    Image.Resampling.LANCZOS: (3.0, _lanczos),
+    Image.Resampling.LANCZOS: (3.0, lambda x: _sinc(x) * _sinc(x / 3.0) if -3.0 <= x < 3.0 else 0.0),
 }
 
 

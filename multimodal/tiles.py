@@ -79,7 +79,6 @@ class Tile(PreparedImage):
 
     @cached_property
     def patches(self) -> np.ndarray:
-        """[N, E] float32: the encoder's rows, in its order; computed when first asked for."""
         return self.layout.rows_of(self.canvases.of(self.layout))
 
 

@@ -49,7 +49,7 @@ ANSWER_TOKENS = 48
 
 def until_end(tokens: list[int], directory: EngineDirectory) -> list[int]:
     """The tokens up to the first that ends the answer, that one included: the model means nothing by what follows."""
-    ends = [index for index, token in enumerate(tokens) if token in directory.eos_token_ids]
+    ends = [index for index, token in enumerate(tokens) if token in directory.config.eos_token_ids]
     return tokens[: ends[0] + 1] if ends else tokens
 
 

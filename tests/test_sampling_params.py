@@ -33,14 +33,14 @@ GOOD = {
 }
 NAN, INFINITY = float("nan"), float("inf")
 BAD = {
-    "temperature": [-0.1, 100.5, 1e-9, NAN, INFINITY, "0.5", None, True],
-    "top_k": [-1, 2**31, 1.5, "3", None, False],
+    "temperature": [-0.1, 100.5, NAN, INFINITY, "0.5", None, True],
+    "top_k": [-2, 2**31, 1.5, "3", None, False],
     "top_p": [0, -0.5, 1.0001, NAN, None],
     "min_p": [-0.1, 1.1, NAN],
     "repetition_penalty": [0, -1, 101, INFINITY],
     "presence_penalty": [-2.1, 2.1, NAN],
     "frequency_penalty": [-2.1, 2.1, "0"],
-    "seed": [-1, 2**64, 1.0, "7"],
+    "seed": [-(2**63) - 1, 2**64, 1.0, "7"],
     "max_tokens": [0, -5, 1.0, True],
     "min_tokens": [-1, 1.0, True, None],
     "stop": ["", [""], ["a", ""], [1], 5, None],
@@ -58,6 +58,12 @@ def test_no_more_tokens_are_needed_than_there_may_be():
     assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
     with pytest.raises(RequestError, match="min_tokens is 6 and max_tokens 5"):
         SamplingParams(min_tokens=6, max_tokens=5)
+
+
+def test_what_others_write_for_nothing_is_nothing():
+    """Qwen2.5-VL's `generation_config.json` has the temperature 1e-6, vLLM's clients send a `top_k` of -1."""
+    assert SamplingParams(temperature=1e-6, top_k=-1) == SamplingParams()
+    assert SamplingParams(seed=-1).seed == 2**64 - 1
 
 
 def test_every_field_is_tested():

@@ -32,16 +32,15 @@ PAGE, PLOT, FIGURES = "report.md", "speed.svg", "figures.json"
 def processor_name(backend: str) -> str:
     """The GPU, or the CPU with its cores, with the release of NumPy."""
     gpu = find_gpu() if backend != "numpy" else None
-    return f"{_cpu_name()}, {usable_cores()} cores, NumPy {np.__version__}" if gpu is None else gpu.name
-
-
-def _cpu_name() -> str:
+    if gpu is not None:
+        return gpu.name
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named and named[0] else machine.processor() or machine.machine()
+    name = named[0] if named and named[0] else machine.processor() or machine.machine()
+    return f"{name}, {usable_cores()} cores, NumPy {np.__version__}"
 
 
 def device_facts(backend: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from edgellm import __version__
 from edgellm.commands.console import explaining, show_logs
 from edgellm.commands.options import LogOptions
 from edgellm.commands.panels import PanelCommand, PanelGroup
@@ -109,9 +110,7 @@ class _TopLevel(PanelGroup):
 
 def _print_version(value: bool) -> None:
     if value:
-        from importlib import metadata  # it takes longer than all else here
-
-        typer.echo(f"edgellm {metadata.version('edgellm')}")
+        typer.echo(f"edgellm {__version__}")
         raise typer.Exit
 
 

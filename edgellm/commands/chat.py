@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from edgellm import __version__
 from edgellm.commands import console, models, options
 from edgellm.commands.chat_commands import COMMANDS, ChatState, Leave, is_command, run_command, turns_in_words
 from edgellm.commands.chat_input import PipedLines, TerminalLines, candidates, open_lines, read_message
@@ -216,17 +217,14 @@ def _answer(state: ChatState, ask: Callable[[SamplingParams], Generation], param
 
 
 def _greeting(llm: LLM, adapter: str | None) -> str:
-    from importlib import metadata
-
-    version, name = metadata.version("edgellm"), models.model_name(llm)
-    adapters = adapters_in_words(llm.adapters, adapter)
+    name, adapters = models.model_name(llm), adapters_in_words(llm.adapters, adapter)
     sight = ", sees images (/image FILE)" if llm.has_vision_model else ""
     toy = (
         "\nIt is a toy of 10.8 M parameters, which knows its table with cups, toys and the like, and English alone: "
         "edgellm build prepares a model of your own."
     )
     return (
-        f"EdgeLLM {version}: {name} on the {llm.backend_name} backend, context {llm.context_length} tokens"
+        f"EdgeLLM {__version__}: {name} on the {llm.backend_name} backend, context {llm.context_length} tokens"
         f"{sight}{adapters and ', '}{adapters}. "
         f"/help lists the commands, Ctrl-D leaves.{toy if name == models.SHIPPED_NAME else ''}"
     )

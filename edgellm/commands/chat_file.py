@@ -94,7 +94,6 @@ def load_conversation(path: Path) -> Conversation:
 
 
 def _read_json(path: Path) -> Any:
-    """The JSON value in a file; raises RequestError."""
     return parse_json(read_text(path, LARGEST_FILE, RequestError), str(path), RequestError)
 
 

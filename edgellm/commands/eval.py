@@ -177,7 +177,6 @@ class _Evaluation:
         self._answers: dict[str, dict[str, tuple[list[Response], float]]] = {kind: {} for kind in self.examples}
 
     def _cut(self, path: Path) -> None:
-        """Cut a text to windows."""
         from edgellm.evaluation.inputs import bos_token, text_windows
 
         asked = self._asked
@@ -281,7 +280,6 @@ class _Evaluation:
 
 
 def _tokenizer(settings: Settings) -> Tokenizer:
-    """The tokenizer of the model of the settings, with their chat template."""
     from edgellm.text.tokenizer import Tokenizer
 
     directory = models.described_directory(settings)

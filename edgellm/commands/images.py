@@ -94,7 +94,6 @@ def require_image_there(message: str) -> None:
 
 
 def _image_file(text: str) -> Path | None:
-    """The image file that a text names, if it does."""
     if text.lower().startswith("file://"):
         parts = urlsplit(text)
         text = unquote(parts.path) if parts.netloc in ("", "localhost") else ""

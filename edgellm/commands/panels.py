@@ -7,7 +7,7 @@ names of options.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -78,11 +78,9 @@ def _write_panels(rows: Any, formatter: Any) -> None:
             continue
         inside = type(formatter)(width=formatter.width - 4, max_width=_WIDEST)
         inside.write_dl(records)
-        formatter.write("\n".join(_framed(title, inside.getvalue().splitlines(), formatter.width)) + "\n")
-
-
-def _framed(title: str, lines: Sequence[str], width: int) -> Iterator[str]:
-    left_top, line, right_top, side, left_bottom, right_bottom = _FRAME
-    yield f"{left_top}{line} {title} {line * (width - len(title) - 5)}{right_top}"
-    yield from (f"{side} {text.ljust(width - 4)} {side}" for text in lines)
-    yield f"{left_bottom}{line * (width - 2)}{right_bottom}"
+        left_top, line, right_top, side, left_bottom, right_bottom = _FRAME
+        width = formatter.width
+        formatter.write(f"{left_top}{line} {title} {line * (width - len(title) - 5)}{right_top}\n")
+        for text in inside.getvalue().splitlines():
+            formatter.write(f"{side} {text.ljust(width - 4)} {side}\n")
+        formatter.write(f"{left_bottom}{line * (width - 2)}{right_bottom}\n")

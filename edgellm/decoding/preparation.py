@@ -69,7 +69,7 @@ class Preparation:
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
         #: How the model calls tools.
         self.tools = ToolCalling(tokenizer, directory.tool_format)
-        self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids)
+        self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.config.eos_token_ids)
 
     def sequence(
         self,
@@ -101,7 +101,7 @@ class Preparation:
             self._tokenizer.detokenizer(shown_ids=() if reader is None else reader.shown_ids),
             params.stop,
             params.stop_token_ids,
-            () if params.ignore_eos else self._directory.eos_token_ids,
+            () if params.ignore_eos else self._directory.config.eos_token_ids,
             params.max_tokens,
             reader,
             params.min_tokens,

@@ -157,7 +157,6 @@ class DecodingSequence:
 
     @property
     def constraint(self) -> TokenConstraint | None:
-        """What the rules ask of the next token."""
         return None if self.rules is None else self.rules.constraint
 
     def bind(self, digest: str | None) -> None:
@@ -177,6 +176,7 @@ class DecodingSequence:
                 return
             try:
                 if self.rules is not None and not self.rules.constraint.try_advance(token):
+                    self.rules.check_way_on()
                     raise ConstraintError(
                         f"the rules on the answer have no way on: token {token} was drawn where no token is allowed"
                     )
@@ -212,7 +212,6 @@ class DecodingSequence:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer has ended, or failed."""
         return self.answer.finish_reason is not None or self.failure is not None
 
     def response(self) -> Response:

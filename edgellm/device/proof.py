@@ -199,7 +199,6 @@ def _share(name: str, found: float, should: float | None, unit: str, of: str) ->
 
 
 def _memory_check(gpu: GPU | None) -> Iterator[Found]:
-    """How much memory is free, and how much of it one allocation gets."""
     if gpu is None:
         yield checked("largest allocation", None, "largest allocation: no GPU to ask")
         return

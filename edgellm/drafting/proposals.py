@@ -141,9 +141,8 @@ class HostProposals:
 
     def learn(self) -> None:
         """Learn what came of candidates."""
-        for lesson in self._lessons:
-            self.trust.learn(*lesson)
-        self._lessons.clear()
+        while self._lessons:
+            self.trust.learn(*self._lessons.pop(0))
 
     def proposed(self, sequence: Drafted, most: int, asks: bool) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.

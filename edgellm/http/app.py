@@ -225,7 +225,7 @@ class Service:
     def count(self, scope: Scope, status: int) -> None:
         """A response was begun."""
         path = scope["path"] if scope["path"] in _COUNTED else "other"
-        self.counts.responded(path, status)
+        self.counts.responses[path, status] += 1
         client = self.guard.address(scope)
         logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": client}})
 
@@ -371,7 +371,8 @@ class Service:
 
     def _told(self, error: Exception, names: Mapping[str, str]) -> HTTPError:
         """An error as a client is told it; what nobody expected goes to the log."""
-        found = http_error(error, names, self._wait_seconds())
+        mean = self._llm.metrics()["request_seconds"]["mean"]  # after which a place in a full queue may be free
+        found = http_error(error, names, min(_LONGEST_WAIT, max(1, math.ceil(mean or 1.0))))
         if found.status == 500:
             logger.error("a request has failed: %s", error, exc_info=error)
         if self._runtime is not None:
@@ -380,11 +381,6 @@ class Service:
             origin = () if template is None else (Path(template.origin).parent,)
             found.message = without_folders(found.message, (folder, folder.absolute(), *origin))
         return found
-
-    def _wait_seconds(self) -> int:
-        """After how many seconds a place in a full queue may be free: what a request takes on average."""
-        mean = self._llm.metrics()["request_seconds"]["mean"]
-        return min(_LONGEST_WAIT, max(1, math.ceil(mean or 1.0)))
 
 
 async def _asynchronous(generation: Generation) -> AsyncGeneration:

@@ -21,16 +21,13 @@ class ServerCounts:
     def __init__(self) -> None:
         self.connections: Callable[[], int] = lambda: 0
         self.closed_connections: Counter[str] = Counter()
-        self._responses: Counter[tuple[str, int]] = Counter()
-
-    def responded(self, path: str, status: int) -> None:
-        """A response was begun to a request for `path`."""
-        self._responses[path, status] += 1
+        #: Those that were begun, by the path that was asked and their status.
+        self.responses: Counter[tuple[str, int]] = Counter()
 
     def text(self, answers: int, lost_readers: int, body_bytes: int, model_memory: Mapping[str, int]) -> str:
         """All of it, with what there is now: requests that are being answered, threads that never ended, bytes of
         bodies, and bytes of the model by what for."""
-        counted = sorted(self._responses.items())
+        counted = sorted(self.responses.items())
         responses = {f'{{path="{path}",status="{status}"}}': count for (path, status), count in counted}
         closed = {f'{{reason="{reason}"}}': count for reason, count in sorted(self.closed_connections.items())}
         memory = {f'{{part="{part}"}}': size for part, size in model_memory.items()}

@@ -98,7 +98,12 @@ class Guard:
             )
             raise HTTPError(421, message, code="wrong_host")
         origin = headers.get("origin")
-        if origin is not None and not self.is_known_origin(origin, host):
+        known = {
+            *self.origins,
+            f"http://{host.lower()}",
+            f"https://{host.lower()}",
+        }  # the page may be this server's own
+        if origin is not None and origin.lower().rstrip("/") not in known:
             message = f"pages of {shown(origin)[:200]} may not ask this server (--allowed-origin lets them)"
             raise HTTPError(403, message, code="wrong_origin")
         if self.keys and path not in _WITHOUT_KEY and not self._has_key(headers):
@@ -130,11 +135,6 @@ class Guard:
         if not isinstance(address, ipaddress.IPv6Address) or address.is_link_local:  # all of a link are of one network
             return found
         return str(ipaddress.IPv6Network((int(address), _CLIENT_BITS), strict=False))
-
-    def is_known_origin(self, origin: str, host: str) -> bool:
-        """Whether a page is from this server, by the host that it was asked for, or from an origin that is allowed."""
-        origin = origin.lower().rstrip("/")
-        return origin in self.origins or origin in (f"http://{host.lower()}", f"https://{host.lower()}")
 
     def sharing(self, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers that let a page of another, allowed origin read an answer."""

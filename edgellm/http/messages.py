@@ -54,7 +54,12 @@ def message_request(body: bytes, model: ServedModel, is_answered: bool = True) -
     params = checked("max_tokens", lambda most: replace(params, max_tokens=most), limit)
     config = fields.take("output_config", dict) or {}
     _check_known(config, "output_config", "effort", "format")
-    request["params"] = fields.structured(params, _response_format(config.get("format")), "output_config.format")
+    form = config.get("format")
+    if form is not None:  # as OpenAI's API has it
+        if not isinstance(form, dict) or form.get("type") != "json_schema" or set(form) != {"type", "schema"}:
+            raise wrong("output_config.format", form, "{'type': 'json_schema', 'schema': ...}")
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
+    request["params"] = fields.structured(params, form, "output_config.format")
     request["template_variables"] = _thinking(fields, config.get("effort"))
     request |= _tool_choice(fields.take("tool_choice", dict))
     request["tools"] = _tools(fields, fields.take("tools", list))
@@ -81,15 +86,6 @@ def check_version(headers: Mapping[str, str]) -> None:
     version = headers.get("anthropic-version", VERSIONS[0])
     if version not in VERSIONS:
         raise HTTPError(400, f"anthropic-version is {shown(version)[:100]}: expected {' or '.join(VERSIONS)}")
-
-
-def _response_format(form: Any) -> Any:
-    """The `format` of an `output_config` as OpenAI's API has it."""
-    if form is None:
-        return None
-    if not isinstance(form, dict) or form.get("type") != "json_schema" or set(form) != {"type", "schema"}:
-        raise wrong("output_config.format", form, "{'type': 'json_schema', 'schema': ...}")
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
 
 
 def _thinking(fields: Fields, effort: Any) -> dict[str, Any]:
@@ -363,7 +359,6 @@ def _ending(response: Response) -> dict[str, Any]:
 
 
 def _content(kind: str, **values: Any) -> dict[str, Any]:
-    """A block of an answer."""
     return {"type": kind, **values, **_BESIDE[kind]}
 
 

@@ -12,12 +12,15 @@ from typing import Any
 
 from edgellm.http.answers import CompletionWriter, Piece, event
 from edgellm.http.errors import HTTPError, checked, http_error, wrong
-from edgellm.http.fields import Fields, ParsedRequest, ServedModel
+from edgellm.http.fields import SAMPLING, Fields, ParsedRequest, ServedModel
 from edgellm.requests import Response
 from edgellm.transcription import LANGUAGES, TranscriptReader, language_name, transcription_request
 
 _FORMATS = ("json", "text", "verbose_json")
 _NO_TIMES = "the model does not say when anything was said, so that no times are known"
+#: Fields whose values are no text, and numbers and truth values as JSON has them.
+_TYPED = {*SAMPLING, "stream", "max_tokens", "deadline", "priority"} - {"stop", "bad_words"}
+_JSON = re.compile(r"-?(0|[1-9]\d{0,30})(\.\d{1,30})?(e[-+]?\d{1,3})?|true|false")
 #: A form's parts, and bytes of each but the file: far more than any field has.
 _MOST_PARTS, _MOST_BYTES = 64, 1 << 16
 
@@ -29,7 +32,7 @@ def transcription(body: bytes, model: ServedModel) -> ParsedRequest:
     form = parts_of_form(body)
     if "file" not in form:
         raise wrong("file", None, "the bytes of a sound, as a part of a form (multipart/form-data)")
-    texts = {name.removesuffix("[]"): _value(name, part) for name, part in form.items() if name != "file"}
+    texts = {name.removesuffix("[]"): _value(name, part) for name, part in form.items() if name != "file" and part}
     fields = Fields(json.dumps(texts).encode(), model)
     request, language, prompt = fields.common(), fields.take("language", str), fields.take("prompt", str)
     shape = fields.take("response_format", str) or _FORMATS[0]
@@ -78,8 +81,8 @@ def _value(name: str, part: bytes) -> Any:
         text = part[:_MOST_BYTES].decode()
     except UnicodeDecodeError as error:
         raise HTTPError(400, f"{name[:80]} is no text in UTF-8", param=name[:80]) from error
-    is_typed = name in ("stream", "temperature") and re.fullmatch(r"-?\d+(\.\d+)?|true|false", text)
-    return json.loads(text) if is_typed else text
+    lower = text.lower()  # Python's clients write True
+    return json.loads(lower) if name in _TYPED and _JSON.fullmatch(lower) else text
 
 
 class TranscriptionWriter(CompletionWriter):

@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,9 @@ def local_directory(
         _require_name(model, revision, update, () if is_file else options)
         if not is_file:
             return Path(model)
-    options = _for_adapters([adapter_rank(path) for path in adapters]) | options
+    if ranks := [adapter_rank(path) for path in adapters]:  # each adapter has a place of its own
+        slots = min(LARGEST_LORA_SLOTS, len(ranks))
+        options = {"max_lora_rank": min(LARGEST_LORA_RANK, max(ranks)), "lora_slots": slots} | options
     beside, named = _fetched(options, update, progress)
     folder = file_folder() if name is None else repository_folder(name.repository)
     with locked(folder):
@@ -126,13 +128,6 @@ def checked_options(build: Mapping[str, Any]) -> dict[str, Any]:
     if "tokenizer" in options:
         options["tokenizer"] = str(Path(options["tokenizer"]).absolute())
     return options
-
-
-def _for_adapters(ranks: Sequence[int]) -> dict[str, int]:
-    """Arguments of a build that takes adapters of such ranks, each in a place of its own."""
-    if not ranks:
-        return {}
-    return {"max_lora_rank": min(LARGEST_LORA_RANK, max(ranks)), "lora_slots": min(LARGEST_LORA_SLOTS, len(ranks))}
 
 
 def _fetched(options: Mapping[str, Any], update: bool, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:

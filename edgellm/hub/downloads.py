@@ -104,7 +104,11 @@ class Record:
         """The record in a folder; one that is not there, or cannot be read, knows nothing."""
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             values = json.loads(ordinary_bytes(folder / RECORD_NAME, _RECORD_BYTES))
-            downloads = [_read_download(each) for each in values["downloads"]]
+            downloads = []
+            for each in values["downloads"]:
+                files = {str(name): HubFile(**file) for name, file in each["files"].items()}
+                place = each["repository"], each["commit"], each["file"], Path(each["storage"])
+                downloads.append(Download(*place, files, tuple(map(str, each.get("encoders", ())))))
             return cls({str(key): str(value) for key, value in values["revisions"].items()}, tuple(downloads))
         return cls({}, ())
 
@@ -123,12 +127,6 @@ class Record:
         """The record with a download in place of an earlier one of the same, and the revision's commit."""
         others = [each for each in self.downloads if (each.commit, each.file) != (download.commit, download.file)]
         return Record({**self.revisions, revision: download.commit}, (*others, download))
-
-
-def _read_download(values: Any) -> Download:
-    files = {str(name): HubFile(**file) for name, file in values["files"].items()}
-    texts = values["repository"], values["commit"], values["file"]
-    return Download(*texts, Path(values["storage"]), files, tuple(map(str, values.get("encoders", ()))))
 
 
 def repository_folder(repository: str) -> Path:

@@ -53,18 +53,15 @@ class AudioEncoder:
             self.memory = audio_memory(self.config, backend.compute_dtype, backend.computes_at_once)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Load the weights."""
         with closing(self._directory.checkpoint()) as checkpoint:
             self._weights = self._backend.load_weights(checkpoint, model_weights(self.config), progress)
 
     def prepare(self, reference: MediaReference) -> PreparedAudio:
-        """Read and prepare a sound. Any thread may call it; AudioError names the piece."""
         with at_place(reference.name, AudioError):
             source = source_of_url(str(reference.source), "audio") if reference.is_url else reference.source
             return prepare_audio(read_samples(source, self.mel.rate, self._most_seconds), self.mel, self.config)
 
     def written(self, piece: PreparedAudio, number: int) -> list[int]:
-        """The ids of a sound in a prompt."""
         before, behind = self.config.around
         return [*before, *[self.kind.token_id] * piece.tokens, *behind]
 
@@ -90,7 +87,6 @@ class AudioEncoder:
         return found
 
     def close(self) -> None:
-        """Free all memory."""
         self._cache.clear()
         self._engines.clear()
         self._arrays.clear()

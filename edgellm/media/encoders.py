@@ -93,7 +93,6 @@ class LazyEncoder:
         return self.opened().encode(pieces)
 
     def close(self) -> None:
-        """Free all memory."""
         with self._lock:
             self._opening = None
             if self._encoder is not None:

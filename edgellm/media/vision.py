@@ -79,7 +79,6 @@ class VisionEncoder:
         self._runner.load(progress)
 
     def prepare(self, reference: MediaReference) -> PreparedImage | TiledImage:
-        """Read and prepare an image. Any thread may call it; ImageError names the image."""
         with at_place(reference.name, ImageError):
             source = source_of_url(str(reference.source), "image") if reference.is_url else reference.source
             return self.processor.prepare(read_image(source, channels=reference.channels))
@@ -148,7 +147,6 @@ class VideoEncoder:
         """There is nothing to load beside the encoder of images."""
 
     def prepare(self, reference: MediaReference) -> PreparedVideo:
-        """Read and prepare a video. Any thread may call it; ImageError names it."""
         with at_place(reference.name, ImageError):
             source = source_of_url(str(reference.source), "video") if reference.is_url else reference.source
             return self.processor.prepare(source, reference.channels, self._most_tokens)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.engine_parts import EngineDraft, is_weight_file
+from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.formats.digests import FileDigest, hash_bytes
 from edgellm.engines.formats.strict_formats import ADDED_LATER, canonical_json, plain_values
-from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import as_published, head_weight_name
 from edgellm.kernels.decode.contract import ARITHMETIC
 
@@ -84,19 +83,25 @@ def snapshot_binding(
     directory and the adapter of a digest; there are no images among the tokens."""
     draft = directory.draft if with_draft else None
     configs = [directory.config] + ([draft.config.decoder] if draft else [])
+    scalings = [each.rope_scaling or {} for each in configs]
+    is_scaled = any((each.get("rope_type") or each.get("type")) in _SCALED_BY_CONTEXT for each in scalings)
     # No row depends on a packed head, unless tokens are looked up in it.
     config = directory.config if directory.config.embeds_by_head else as_published(directory.config)
+    draft_digest = NONE
+    if draft is not None:
+        own = replace(draft.config, base_head=head_weight_name(as_published(config)))
+        draft_digest = hash_bytes(canonical_json([_files_digest(draft.files), plain_values(own)]))
     return SnapshotBinding(
         weights=_files_digest(directory.files, with_head=config.embeds_by_head),
         # Features that are taken for a draft change no row, and the draft's digest has them.
         config=hash_bytes(canonical_json(plain_values(replace(config, feature_layers=())))),
         adapter=adapter,
-        draft=NONE if draft is None else _draft_digest(draft, config),
+        draft=draft_digest,
         images=NONE,
         dtype=dtype,
         layout=LAYOUT,
         backend=backend,
-        rotary_context=directory.limits.kv_capacity if any(map(_is_scaled_by_context, configs)) else None,
+        rotary_context=directory.limits.kv_capacity if is_scaled else None,
         kv_cache=directory.limits.kv_cache,
         arithmetic=0 if backend == "numpy" else ARITHMETIC,
         executor=executor,
@@ -131,17 +136,6 @@ def _files_digest(files: Mapping[str, FileDigest], with_head: bool = False) -> s
         name: file.sha256 for name, file in files.items() if is_weight_file(name) and (with_head or name != HEAD_FILE)
     }
     return hash_bytes(canonical_json(weights))
-
-
-def _draft_digest(draft: EngineDraft, config: DecoderConfig) -> str:
-    """The draft's digest without a packed head of the base: none of its rows depends on that."""
-    own = replace(draft.config, base_head=head_weight_name(as_published(config)))
-    return hash_bytes(canonical_json([_files_digest(draft.files), plain_values(own)]))
-
-
-def _is_scaled_by_context(config: DecoderConfig) -> bool:
-    scaling = config.rope_scaling or {}
-    return (scaling.get("rope_type") or scaling.get("type")) in _SCALED_BY_CONTEXT
 
 
 def _short(value: str | int | None) -> str:

@@ -11,15 +11,7 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefixes import common_tokens, token_key
-from edgellm.text.messages import (
-    ENCODER_NAMES,
-    check_encodable,
-    checked_tools,
-    checked_variables,
-    media_kind,
-    strings_in,
-    text_of_part,
-)
+from edgellm.text.messages import ENCODER_NAMES, JSONCopy, checked_tools, checked_variables, media_kind, text_of_part
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.functions import described_tools
 
@@ -114,10 +106,9 @@ class PromptRecord:
         known = ("content", "tools", "template_variables")
         if not isinstance(values, dict) or "content" not in values or not values.keys() <= set(known):
             raise RequestError(f"it is not an object with the keys {', '.join(known)}")
-        content = values["content"]
+        content = JSONCopy("content").of(values["content"], "content")
         if not isinstance(content, str):
             _check_parts(content)
-        _check_texts(content, "content")
         return cls(content, *checked_template_inputs(values.get("tools"), values.get("template_variables")))
 
 
@@ -125,10 +116,7 @@ def checked_template_inputs(
     tools: Tools | None, template_variables: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]] | None, dict[str, Any] | None]:
     """Tools and variables for a chat template, None where there are none; RequestError unless they are JSON values."""
-    found, variables = checked_tools(described_tools(tools)), checked_variables(template_variables) or None
-    _check_texts(found, "tools")
-    _check_texts(variables, "template_variables")
-    return found, variables
+    return checked_tools(described_tools(tools)), checked_variables(template_variables) or None
 
 
 def prompt_label(prompt: SystemPrompt) -> str:
@@ -183,9 +171,3 @@ def _check_parts(parts: Any) -> None:
         digest = part.get("digest") if kind in ENCODER_NAMES else None
         if not is_text and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
             raise RequestError(f"part {number} of content is neither a text nor the digest of media")
-
-
-def _check_texts(value: Any, what: str) -> None:
-    """Raise RequestError where a text in a JSON value has half of a surrogate pair, which is no character."""
-    for text in strings_in(value):
-        check_encodable(text, what)

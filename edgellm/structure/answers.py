@@ -7,7 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from edgellm.engines.speculation.constraints import AllConstraints, AllowedTokens, BadWords, LateEnd, TokenConstraint
+import numpy as np
+
+from edgellm.engines.speculation.constraints import (
+    AllConstraints,
+    AllowedTokens,
+    BadWords,
+    LateEnd,
+    TokenConstraint,
+    mask_words,
+)
 from edgellm.errors import RequestError
 from edgellm.structure.reasoning import AfterReasoning, reasoning_marks, reasoning_state
 from edgellm.text.channels import CHANNEL, FINAL, MESSAGE, begins_message, harmony_ids
@@ -24,7 +33,12 @@ class AnswerRules:
 
     constraint: TokenConstraint
     tokenizer: Tokenizer
+    vocab_size: int
     after_reasoning: AfterReasoning | None = None
+
+    def check_way_on(self) -> None:
+        """Raise the ConstraintError that says why no token may come next, where none may."""
+        self.constraint.fill_mask(np.empty(mask_words(self.vocab_size), np.uint32))
 
     def structured_from(self, token_ids: Sequence[int]) -> int | None:
         """Where in the answer's text its structure begins; None where reasoning has not ended.
@@ -93,7 +107,7 @@ class RuleMaker:
         if not constraints:
             return None
         constraint = constraints[0] if len(constraints) == 1 else AllConstraints(constraints)
-        return AnswerRules(constraint, self._tokenizer, after_reasoning)
+        return AnswerRules(constraint, self._tokenizer, self._vocab_size, after_reasoning)
 
     def vocabulary(self) -> GrammarVocabulary:
         """The model's tokens as grammars see them; RequestError for a tokenizer that llguidance cannot read."""

@@ -68,7 +68,6 @@ class LateRules(TokenConstraint):
 
     @property
     def _begun(self) -> TokenConstraint | None:
-        """The rules, where they have begun."""
         return self._rules
 
     def _advance_freely(self, token: int) -> bool:

@@ -34,7 +34,7 @@ from edgellm.structure.schema_keywords import (
 )
 from edgellm.structure.schema_rewriting import in_the_last_draft, rewritten
 from edgellm.structure.steps import Steps, check_path, folded
-from edgellm.text.messages import JSONCopy, check_encodable
+from edgellm.text.messages import JSONCopy
 
 #: Of JSON: values nested in others, values in all, bytes as text; of these what says what is valid.
 MOST_LEVELS, MOST_VALUES, MOST_BYTES, MOST_ENFORCED_BYTES = 60, 50_000, 2**20, 128 * 1024
@@ -81,7 +81,6 @@ def _copied(schema: Any) -> Any:
         text = json.dumps(document, ensure_ascii=False)
     except ValueError as error:  # a number of more digits than Python writes
         raise RequestError(f"the JSON schema cannot be written as text: {error}") from error
-    check_encodable(text, "the JSON schema")
     if (size := len(text.encode())) > MOST_BYTES:
         raise RequestError(f"the JSON schema has {size} bytes: at most {MOST_BYTES} are taken, say less in it")
     return document

@@ -29,8 +29,12 @@ def rewritten(keyword: str, value: Any, schema: dict[str, Any]) -> list[Any] | N
         negation = negated(value)
         return None if negation is None else [negation]
     if keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
-        known = isinstance(value, dict) and len(value) <= MOST_DEPENDENCIES
-        return [{"anyOf": [_without(name), _needed(each)]} for name, each in value.items()] if known else None
+        if not isinstance(value, dict) or len(value) > MOST_DEPENDENCIES:
+            return None
+        # What a property asks for: a name, in the third draft, names, or a schema.
+        names = {name: [each] if isinstance(each, str) else each for name, each in value.items()}
+        needed = {name: {"required": each} if isinstance(each, list) else each for name, each in names.items()}
+        return [{"anyOf": [_without(name), each]} for name, each in needed.items()]
     properties, required = schema.get("properties"), schema.get("required", [])
     if keyword == "minProperties" and isinstance(properties, dict) and isinstance(required, list):
         optional = [name for name, each in properties.items() if each is not False and name not in required]
@@ -48,11 +52,6 @@ def negated(schema: Any) -> Any:
     says = [keyword for keyword in schema if keyword in ENFORCED or keyword in NOT_ENFORCED]
     parts = [_NEGATIONS[each](schema[each]) if each in _NEGATIONS else None for each in says]
     return None if None in parts else {"anyOf": parts} if parts else False
-
-
-def _needed(value: Any) -> Any:
-    """What a property that others depend on asks for: names, one name in the third draft, or a schema."""
-    return {"required": [value] if isinstance(value, str) else value} if isinstance(value, (list, str)) else value
 
 
 def _without(*names: str) -> dict[str, Any]:

@@ -321,6 +321,8 @@ class JSONCopy:
             raise RequestError(f"{self._what} has more than {self._most:,} values")
         if depth > self._deepest:
             raise RequestError(f"{place} is nested more than {self._deepest} deep, or holds itself")
+        if isinstance(value, str):
+            check_encodable(value, place)
         if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, int):
@@ -337,6 +339,7 @@ class JSONCopy:
         for key in value:
             if not isinstance(key, str):
                 raise RequestError(f"{place} has the key {key!r}: expected text")
+            check_encodable(key, f"a key of {place}")
         return {key: self.of(item, f"{place}.{key}", depth + 1) for key, item in value.items()}
 
 

@@ -141,7 +141,6 @@ def _named_tool(choice: Any) -> str | None:
 
 
 def _arguments_schema(function: Mapping[str, Any], place: str, steps: Steps) -> Any:
-    """The enforced schema of a function's arguments."""
     is_strict = function.get("strict", True)
     require(isinstance(is_strict, bool), f"{place}.strict", is_strict, "true or false")
     kind = function.get("parameters", {}).get("type", "object")

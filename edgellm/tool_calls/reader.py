@@ -226,7 +226,6 @@ class ToolReader(CharacterReader, ReadCalls):
         self._close_call()
 
     def _object_call(self) -> Characters:
-        """A call as an object."""
         yield from self._opened("{")
         held: list[str] = []  # arguments that come before the name
         has_arguments = False
@@ -268,7 +267,6 @@ class ToolReader(CharacterReader, ReadCalls):
         self._close_call()
 
     def _tagged_call(self) -> Characters:
-        """A call as tags, each value as text by itself."""
         yield from self._opened(FUNCTION_TAG)
         name = yield from self._until(">")
         self._name(name)

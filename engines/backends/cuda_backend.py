@@ -139,7 +139,6 @@ class CudaBackend(CudaDevice):
         return super().empty(shape, self._own(dtype))
 
     def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, DeviceArray]:
-        """See `Backend.zeros_side_by_side`."""
         return super().zeros_side_by_side({name: (shape, self._own(dtype)) for name, (shape, dtype) in edge.items()})
 
     def _own(self, dtype: str) -> str:
@@ -153,7 +152,9 @@ class CudaBackend(CudaDevice):
         The kernels that engines need for them are loaded, too."""
         layouts = packed_layouts(checkpoint, specs, self.compute_dtype)
         dense = [spec for spec in specs if spec.name not in layouts]
-        paddings = self._paddings()
+        # How the weights of encoders stand in memory that loaded engines do not take as they are published.
+        encoders = [engine for engine in self._engines if isinstance(engine, EncoderEngine)]
+        paddings = {name: padding for engine in encoders for name, padding in engine.paddings.items()}
         memory = self.zeros_side_by_side(
             {
                 spec.name: (layouts[spec.name].shape, "uint8")
@@ -208,7 +209,11 @@ class CudaBackend(CudaDevice):
                 due[name] = whole[place if padding is None else padding.place(place)]
                 if padding is not None:
                     padded[name] = padding, place
-        found = self._first_not_finite(due)
+        # All are looked at before one of the results is read, which waits for the uploads, too.
+        indices = self.zeros((max(1, len(due)),), "int64")
+        for number, tensor in enumerate(due.values()):
+            self.kernels.first_not_finite(tensor, indices[number : number + 1])
+        found = dict(zip(due, self.download(indices)[: len(due)].tolist(), strict=True))
         found |= {name: padding.published_index(place, found[name]) for name, (padding, place) in padded.items()}
         small = {  # the kernel looks at weights of one dtype, in the order of their tensors
             name: first_not_finite(checkpoint.raw(name).reshape(-1))
@@ -216,11 +221,6 @@ class CudaBackend(CudaDevice):
             if spec.dtype != "compute" or spec.kernel != 1
         }
         check.conclude(found | small)
-
-    def _paddings(self) -> dict[str, Padding]:
-        """How the weights of encoders stand in memory that loaded engines do not take as they are published."""
-        encoders = [engine for engine in self._engines if isinstance(engine, EncoderEngine)]
-        return {name: padding for engine in encoders for name, padding in engine.paddings.items()}
 
     def load_kernels(self, weights: Mapping[str, DeviceArray | AnyPacked]) -> None:
         """Those of the engines whose weights are there, now that it is known how these are packed."""
@@ -241,19 +241,8 @@ class CudaBackend(CudaDevice):
         for source in step_modules(models, self.compute_dtype, self._loaded):
             self._module.prepare(source)
 
-    def _first_not_finite(self, tensors: Mapping[str, DeviceArray]) -> dict[str, int]:
-        """The index of the first value of each tensor [n] that is infinite or NaN, by name; -1 for none.
-
-        All are looked at before one of the results is read, which waits for the uploads, too.
-        """
-        found = self.zeros((max(1, len(tensors)),), "int64")
-        for number, tensor in enumerate(tensors.values()):
-            self.kernels.first_not_finite(tensor, found[number : number + 1])
-        return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
-
     @property
     def known_memory(self) -> Mapping[str, int]:
-        """See `Backend.known_memory`."""
         return {**packed_memory(self._directory.models, self._packed, self.compute_dtype), **CODE}
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:

@@ -163,7 +163,6 @@ class CudaDevice:
 
     @property
     def gpu_index(self) -> int:
-        """See `Backend.gpu_index`."""
         return self.gpu.index
 
     def lost(self) -> DeviceLostError | None:
@@ -178,7 +177,6 @@ class CudaDevice:
         return self._cuda.mem_get_info()
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """Uninitialized device memory. Raises DeviceMemoryError."""
         nbytes = max(1, math.prod(shape) * ITEM_SIZES[dtype])
         try:
             allocation = self._cuda.mem_alloc(nbytes)
@@ -191,7 +189,6 @@ class CudaDevice:
         return DeviceArray(int(allocation), tuple(shape), dtype, allocation)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """Zeroed device memory."""
         array = self.empty(shape, dtype)
         self._cuda.memset_d8_async(array.pointer, 0, array.nbytes, self.stream)
         return array
@@ -210,7 +207,6 @@ class CudaDevice:
         return found
 
     def shared_zeros(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, DeviceArray]:
-        """See `Backend.shared_zeros`."""
         return self.zeros_side_by_side(edge)
 
     def part(self, memory: DeviceArray, offset: int, shape: Sequence[int], dtype: str) -> DeviceArray:
@@ -228,7 +224,6 @@ class CudaDevice:
             self._cuda.memcpy_htod_async(array.pointer, values, self.stream)
 
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
-        """Copy device memory of the same shape and dtype."""
         if target.shape != source.shape or target.dtype != source.dtype:
             raise EngineError(
                 f"cannot copy a device array of {source.dtype} {source.shape} to one of {target.dtype} {target.shape}"
@@ -258,7 +253,6 @@ class CudaDevice:
         return self._start_copies(self._uploads(target, values, rows, first), values, target, self.stream)
 
     def begin_beside(self) -> None:
-        """See `Backend.begin_beside`."""
         before = self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)
         before.record(self.stream)
         self._copy_stream.wait_for_event(before)
@@ -327,7 +321,6 @@ class CudaDevice:
         return DeviceSignal(self.stream)
 
     def seen(self, array: DeviceArray) -> np.ndarray:
-        """The host's view of an array of `host_visible` memory."""
         view: np.ndarray = array.owner.view(array)
         return view
 

@@ -82,7 +82,6 @@ class EncoderEngine(BoundEngine):
                 self._launches[number] = None
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         if None in self._launches:
             check_bound(self, self.tensors, self._bound, (), () if self._scratch is None else (self._scratch,))
             for number, call in enumerate(self._calls):

@@ -109,14 +109,12 @@ class KernelEngine(BoundEngine):
         self._bound, self._has_kernels = {}, True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
-        """See `Engine.bind`."""
         fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
         if fresh:
             self._launches, self._launches_by_layer = [], []
             self._bound |= checked_bindings(self.shape, self.tensors, fresh)
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         self._enqueue(self.launches(), lambda index: None)
 
     def around_rows(self) -> list[Callable[[], None]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -146,23 +147,19 @@ class NumpyBackend:
 
     shared_zeros = zeros_side_by_side
 
-    def host_visible(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        return self.zeros(shape, dtype)
+    host_visible = zeros
 
     def upload(self, array: np.ndarray, values: np.ndarray) -> None:
         np.copyto(array, values)
 
     copy = upload
 
-    def signal(self) -> NumpyWork:
-        """Nothing is ever waited for."""
-        return NumpyWork()
+    signal = staticmethod(NumpyWork)
 
     def seen(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    def read(self, array: np.ndarray) -> NumpyReadback:
-        return NumpyReadback(array)
+    read = staticmethod(NumpyReadback)
 
     def host_memory(self, nbytes: int) -> np.ndarray:
         """Memory like any other."""
@@ -194,10 +191,8 @@ class NumpyBackend:
     ) -> dict[str, np.ndarray]:
         return load_numpy_weights(checkpoint, specs, progress)
 
-    @property
-    def known_memory(self) -> Mapping[str, int]:
-        """Nothing: packed weights become float32."""
-        return {}
+    #: Nothing: packed weights become float32.
+    known_memory: Mapping[str, int] = MappingProxyType({})
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """False: attention computes with all of the rows that it is given."""
@@ -233,9 +228,7 @@ class NumpyBackend:
         """The step itself: there is nothing to gain."""
         return step
 
-    def timestamp(self) -> NumpyTimestamp:
-        """Now: everything is done."""
-        return NumpyTimestamp()
+    timestamp = staticmethod(NumpyTimestamp)
 
     def synchronize(self) -> None:
         """Nothing is ever under way."""

@@ -178,12 +178,10 @@ class SplitEngine(BoundEngine):
             self._has_kernels = True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
-        """See `Engine.bind`."""
         self._bound |= checked_bindings(self.shape, self.tensors, bindings)
         self._steps = []
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         self.enqueue_by_layer(lambda index: None)
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:

@@ -32,7 +32,10 @@ def step_modules(
     base = models.get("base")
     if "vision" in models or (isinstance(base, DecoderConfig) and base.media):
         found.append(images_source(dtype))  # the encoder may be that of another directory
-    return list(dict.fromkeys([*found, *_commits(models)]))
+    decoders = [config for config in models.values() if isinstance(config, DecoderConfig)]
+    states = recurrent_states([state for config in decoders for state in decoder_states(config)])
+    commits = [kernel.source for state in states for kernel in state.commit_kernels()]  # of accepted tokens
+    return list(dict.fromkeys([*found, *commits]))
 
 
 def _packed_tables(
@@ -49,10 +52,3 @@ def _packed_tables(
         layout = loaded.get(name)
         if isinstance(layout, DeviceLayout):  # a table is of one format
             yield EmbeddingTable(layout.scales, layout.mode)
-
-
-def _commits(models: Mapping[str, ModelConfig]) -> Iterator[ModuleSource]:
-    """What takes accepted tokens into recurrent states, of one token or of several."""
-    decoders = [config for config in models.values() if isinstance(config, DecoderConfig)]
-    for state in recurrent_states([state for config in decoders for state in decoder_states(config)]):
-        yield from (kernel.source for kernel in state.commit_kernels())

@@ -80,7 +80,6 @@ class TensorRTEngine:
         self._stream_handle = device.stream.handle
 
     def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
-        """See `Engine.bind`."""
         fresh = {name: array for name, array in bindings.items() if self._keep.get(name) is not array}
         for name, array in checked_bindings(self.shape, self.tensors, fresh).items():
             if not self._context.set_tensor_address(name, array.pointer):
@@ -89,7 +88,6 @@ class TensorRTEngine:
             self._unbound.discard(name)
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound or TensorRT reports a failure."""
         if self._unbound:
             raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(self._unbound))}")
         if not self._context.execute_async_v3(self._stream_handle):

@@ -17,7 +17,7 @@ import numpy as np
 
 from edgellm.engines.building.inputs import counted
 from edgellm.engines.checkpoints.torch_file import TorchFile
-from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
+from edgellm.engines.checkpoints.weight_files import INDEX_FILE, PICKLE_ENDINGS, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
 from edgellm.engines.errors import CheckpointError, explained
 from edgellm.engines.formats.digests import copy_hashed
@@ -41,7 +41,6 @@ _OTHER_FILES = (
     "video_preprocessor_config.json",
     *("processor_config.json", "README.md", "LICENSE", "LICENSE.txt"),
 )
-_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 #: What training programs leave beside the weights.
 _NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state).*")
 
@@ -133,7 +132,9 @@ def _weight_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
     if (source / PICKLED_INDEX).exists():
         return _indexed(source / PICKLED_INDEX)
     found = sorted(
-        path for path in source.iterdir() if path.name.endswith(_ENDINGS) and not _NOT_WEIGHTS.fullmatch(path.name)
+        path
+        for path in source.iterdir()
+        if path.name.endswith(PICKLE_ENDINGS) and not _NOT_WEIGHTS.fullmatch(path.name)
     )
     if len(found) == 1:
         return found, None
@@ -148,7 +149,12 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
     index = JSONObject.read(path, CheckpointError, "Copy it from the checkpoint's source", size_limit(path.name))
     weight_map = index.get("weight_map", "dict")
     for name, shard in weight_map.items():
-        plain = isinstance(shard, str) and Path(shard).name == shard and shard.endswith(_ENDINGS) and "\\" not in shard
+        plain = (
+            isinstance(shard, str)
+            and Path(shard).name == shard
+            and shard.endswith(PICKLE_ENDINGS)
+            and "\\" not in shard
+        )
         if not plain:
             raise index.error(f"'weight_map' puts {name!r:.80} into {shard!r:.80}, expected a file in the directory")
     shards = sorted(set(weight_map.values()))

@@ -16,9 +16,9 @@ import numpy as np
 from edgellm.engines.backends.device_layouts import with_delta_products
 from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary, write_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOCABULARY_FILE
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, INDEX_FILE, SINGLE_FILE, VOCABULARY_FILE
 from edgellm.engines.directories.description import BuiltParts, ModelSource, description_bytes
-from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, WEIGHT_INDEX, published_file_names
+from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, published_file_names
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
     LORA_FOLDER,
@@ -303,7 +303,7 @@ def _weight_files(
     checkpoint: Checkpoint, prefix: str, published: dict[str, Path], more: Sequence[str] = ()
 ) -> dict[str, Path]:
     """The weight files by name; the index of several, and what there is of `more`, joins the `published` files."""
-    names = (*more, WEIGHT_INDEX) if len(checkpoint.files) > 1 else more
+    names = (*more, INDEX_FILE) if len(checkpoint.files) > 1 else more
     there = [name for name in names if (checkpoint.path / name).exists()]
     published |= {f"{prefix}{name}": checkpoint.path / name for name in there}
     return {f"{prefix}{path.name}": path for path in checkpoint.files}

@@ -3,7 +3,7 @@ on that GPU, and prepare their launches on memory that nobody has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -108,7 +108,6 @@ class AbsentBackend(CudaBackend):
     zeros = empty
 
     def part(self, memory: DeviceArray, offset: int, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """An array in it."""
         return DeviceArray(memory.pointer + offset, tuple(shape), dtype)
 
     def upload(self, array: DeviceArray, values: Any) -> None:
@@ -212,13 +211,9 @@ def engine_shapes(limits: EngineLimits) -> list[EngineShape]:
         for size in (MAX_TOKENS, limits.prefill_chunks[0])
     ]
     adapted = [limits.with_adapters(shape) for shape in shapes if shape.model == "base" and limits.has_lora]
-    return list(_widest([*shapes, *adapted]))
-
-
-def _widest(shapes: Sequence[EngineShape]) -> Iterator[EngineShape]:
     widest: dict[EngineShape, EngineShape] = {}
-    for shape in shapes:
+    for shape in (*shapes, *adapted):
         kind = replace(shape, key_range=0)
         if kind not in widest or shape.key_range > widest[kind].key_range:
             widest[kind] = shape
-    yield from widest.values()
+    return list(widest.values())

@@ -22,21 +22,13 @@ from edgellm.engines.checkpoints.weight_files import (
 )
 from edgellm.engines.closing import Closing
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats import tensors as stored_tensors
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo, element_bytes
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.engines.formats.tensors import (
-    ENCODER_PREFIXES,
-    STORAGE,
-    convert,
-    is_multimodal,
-    is_wrapped,
-    published_names,
-    value_and_place,
-)
 from edgellm.engines.gguf.weights import GgufWeights
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.quantization.compressed_tensors import PackQuantized
-from edgellm.engines.quantization.config import read_quantization
+from edgellm.engines.quantization.config import objects, read_quantization
 from edgellm.engines.quantization.layout import (
     PACKED_ENDINGS,
     TABLE_CLASS,
@@ -51,9 +43,13 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 from edgellm.kernels.user_paths import printable
 
 _MODEL, _EMBEDDING, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
+_NORM = "model.norm.weight"
 _BARE = ("embed_tokens.weight", "norm.weight")
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
-_HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_HARMLESS_ENDINGS = (
+    *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
+    *("rotary_pos_emb.inv_freq", "vision_model.embeddings.position_ids"),
+)
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
 _TOKEN_ROWS = "model.embed_tokens_per_layer.weight"
@@ -100,18 +96,21 @@ class Checkpoint(Closing):
         }
         #: What `quantization` says of modules: of each expert it is asked again and again, and it may have long lists.
         self._asked: dict[str, Layout | None] = {}
-        self._is_multimodal = is_multimodal(config)
+        self._is_multimodal = stored_tensors.is_multimodal(config)
         #: Which rows of which tensor the head is, where it is not one of its own.
         self._head_rows: tuple[TensorInfo, np.ndarray] | None = None
         self._head = None if head is None else PackQuantized(head.bits, head.group, head.zeros)
         #: Whether names lack their "model.", as those of a decoder that was saved without its head (EAGLE's has fc).
         self._is_bare = self.tensors.keys() >= set(_BARE) and not any(name.startswith("fc.") for name in self.tensors)
-        self._is_wrapped = is_wrapped(config)
+        self._is_wrapped = stored_tensors.is_wrapped(config)
         if self._is_wrapped:
             self.tensors = unwrapped(self.tensors)
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
         self.tensors = experts_apart(self.tensors, config)
+        may_be_tied = all(values.get("tie_word_embeddings") is not False for values in objects(config))
+        if may_be_tied and _EMBEDDING not in self.tensors and {_HEAD, _NORM} <= self.tensors.keys():
+            self.tensors[_EMBEDDING] = self.tensors.pop(_HEAD)  # safetensors' save_model keeps one name of both
 
     @classmethod
     def open(cls, path: str | Path, head: WeightFormat | None = None) -> Checkpoint:
@@ -159,7 +158,7 @@ class Checkpoint(Closing):
         """The dtype that most bytes of the weights have, or None where none can be computed in."""
         sizes: Counter[str] = Counter()
         for info in self.tensors.values():
-            if info.dtype in STORAGE:
+            if info.dtype in stored_tensors.STORAGE:
                 sizes[info.dtype] += info.nbytes
         return sizes.most_common(1)[0][0] if sizes else None
 
@@ -190,12 +189,12 @@ class Checkpoint(Closing):
     def raw(self, name: str) -> np.ndarray:
         """The tensor in its own dtype, a read-only view of the file; bfloat16 as its bits, uint16."""
         info = self.info(name)
-        if info.dtype not in STORAGE:
+        if info.dtype not in stored_tensors.STORAGE:
             raise CheckpointError(
-                f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}, expected one of {', '.join(STORAGE)}. "
-                "Take the model's unquantized checkpoint"
+                f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}, expected one of "
+                f"{', '.join(stored_tensors.STORAGE)}. Take the model's unquantized checkpoint"
             )
-        return self.raw_bytes(name).view(STORAGE[info.dtype]).reshape(info.shape)
+        return self.raw_bytes(name).view(stored_tensors.STORAGE[info.dtype]).reshape(info.shape)
 
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers or truth values as int64; CheckpointError where it has another dtype."""
@@ -219,7 +218,7 @@ class Checkpoint(Closing):
             return None
         if name in self._layouts:
             return self._layouts[name]
-        is_dense = name in self.tensors and self.tensors[name].dtype in STORAGE
+        is_dense = name in self.tensors and self.tensors[name].dtype in stored_tensors.STORAGE
         if is_dense and (name.startswith("mtp.") or name.endswith(_ROUTERS)):
             return None  # a draft head's that ships with the model, or a router: not all who pack one say that it is
         if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT):
@@ -229,7 +228,7 @@ class Checkpoint(Closing):
             return None
         if module not in self._asked:
             alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
-            names = published_names(module) if self._is_wrapped else alone
+            names = stored_tensors.published_names(module) if self._is_wrapped else alone
             self._asked[module] = self.quantization.layout((*names, TABLE_CLASS) if is_table else names)
         return self._asked[module]
 
@@ -315,7 +314,7 @@ class Checkpoint(Closing):
         problems += self._differences(wanted)
         for name, info in self.tensors.items():
             if (
-                (self._is_multimodal and name.startswith(ENCODER_PREFIXES) != encoders)
+                (self._is_multimodal and name.startswith(stored_tensors.ENCODER_PREFIXES) != encoders)
                 or name.startswith(unread)
                 or not name.startswith(within)
                 or name in wanted
@@ -332,7 +331,7 @@ class Checkpoint(Closing):
         """The tensors that a weight is made of, by their names: itself, or its layout's."""
         layout, module = self.layout(name, shape), name.removesuffix(_WEIGHT)
         if layout is None:
-            return {name: Stored.of(tuple(shape), *STORAGE)}
+            return {name: Stored.of(tuple(shape), *stored_tensors.STORAGE)}
         return {f"{module}.{ending}": stored for ending, stored in layout.tensors(*shape).items()}
 
     def _misfit(self, name: str, shape: Sequence[int]) -> list[str]:
@@ -391,7 +390,7 @@ def converted(info: TensorInfo, values: np.ndarray, dtype: str, source: str | No
 
     Raises CheckpointError where a finite value has no place in it.
     """
-    result, overflowed = convert(values, source or info.dtype, dtype)
+    result, overflowed = stored_tensors.convert(values, source or info.dtype, dtype)
     if overflowed:
         raise CheckpointError(
             f"{info.file}: {overflowed} values of tensor {info.name!r} ({info.dtype}) are too large for {dtype}. "
@@ -402,11 +401,11 @@ def converted(info: TensorInfo, values: np.ndarray, dtype: str, source: str | No
 
 def not_finite_error(info: TensorInfo, values: np.ndarray, index: int) -> CheckpointError:
     """The error for a tensor whose `values`, as the file has them, are infinite or NaN at `index` (in C order)."""
+    found = stored_tensors.value_and_place(values, info.dtype, index)
     return CheckpointError(
-        f"{info.file}: tensor {info.name!r} ({info.dtype} {_written(info.shape)}) is "
-        f"{value_and_place(values, info.dtype, index)}, expected finite numbers: no answer computed with it is of use. "
-        "Copy the checkpoint anew from its source and build the engine directory again; where the source has it so, "
-        "take another release of the model"
+        f"{info.file}: tensor {info.name!r} ({info.dtype} {_written(info.shape)}) is {found}, expected finite numbers: "
+        "no answer computed with it is of use. Copy the checkpoint anew from its source and build the engine directory "
+        "again; where the source has it so, take another release of the model"
     )
 
 

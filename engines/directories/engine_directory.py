@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, INDEX_FILE, SINGLE_FILE, foreign_model
+from edgellm.engines.directories import engine_parts, kernel_folders
 from edgellm.engines.directories.description import (
     DESCRIPTION_NAME,
     DRAFT_KEY,
@@ -19,32 +20,6 @@ from edgellm.engines.directories.description import (
     VISION_KEY,
     ModelSource,
     edgellm_version,
-)
-from edgellm.engines.directories.engine_parts import (
-    DRAFT_FOLDER,
-    LORA_FOLDER,
-    TEMPLATE_FOLDER,
-    VISION_FOLDER,
-    EngineAdapter,
-    EngineDraft,
-    EngineVision,
-    check_agreement,
-    check_head,
-    choice,
-    is_template_name,
-    is_weight_file,
-    parse_adapters,
-    parse_digests,
-    parse_draft,
-    parse_files,
-    parse_vision,
-)
-from edgellm.engines.directories.kernel_folders import (
-    KERNELS_FOLDER,
-    KERNELS_KEY,
-    digest_without_kernels,
-    kernel_differences,
-    parse_kernels,
 )
 from edgellm.engines.errors import CheckpointError, EngineDirectoryError
 from edgellm.engines.families.audio_encoders import read_audio
@@ -78,7 +53,6 @@ PUBLISHED_FILES = (
 )
 #: How a vision encoder wants its images: one of them is required, and the first that is there counts.
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-WEIGHT_INDEX = "model.safetensors.index.json"
 
 #: What else a directory may have, and the option that builds it.
 _PARTS = {
@@ -108,9 +82,9 @@ class EngineDirectory:
     files: Mapping[str, FileDigest]
     created_with: str
     description_sha256: str
-    draft: EngineDraft | None = None
-    adapters: Mapping[str, EngineAdapter] = field(default_factory=dict)
-    vision: EngineVision | None = None
+    draft: engine_parts.EngineDraft | None = None
+    adapters: Mapping[str, engine_parts.EngineAdapter] = field(default_factory=dict)
+    vision: engine_parts.EngineVision | None = None
     #: The name of the format in which the model calls tools, where the build found or was given one.
     tool_format: str | None = None
     kernels: Mapping[str, FileDigest] = field(default_factory=dict)
@@ -193,11 +167,6 @@ class EngineDirectory:
         return next(((path / file).resolve().stem for file in files if file.endswith(".gguf")), path.name)
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
-        return self.config.eos_token_ids
-
-    @property
     def video_tokens(self) -> int:
         """Of how many tokens a video may be: what the context holds; 0 for a model that takes none."""
         return self.limits.kv_capacity if "video" in self.config.media else 0
@@ -205,7 +174,7 @@ class EngineDirectory:
     @property
     def weight_files(self) -> tuple[str, ...]:
         """Names of the files of weights."""
-        return tuple(name for name in self.files if is_weight_file(name))
+        return tuple(name for name in self.files if engine_parts.is_weight_file(name))
 
     @property
     def plans_path(self) -> Path:
@@ -214,7 +183,7 @@ class EngineDirectory:
 
     def kept_kernels(self, gpu: GPU) -> KeptKernels:
         """The compiled kernels for a GPU that are here, or in the user's cache."""
-        folders = [self.path / KERNELS_FOLDER / name for name in self.kernels]
+        folders = [self.path / kernel_folders.KERNELS_FOLDER / name for name in self.kernels]
         return KeptKernels(gpu, folders, f"edgellm build {self.path} --target {gpu.compute_capability}")
 
     def checkpoint(self) -> Checkpoint:
@@ -296,15 +265,15 @@ class EngineDirectory:
         found = _differences(self.path, self.files, "", verify, hash_weights)
         vision = self.vision if self.vision is not None and self.vision.files is not None else None
         names = [*self.adapters, *adapter_names(self.path)]
-        parts: dict[str, EngineDraft | EngineVision | EngineAdapter | None]
-        parts = {DRAFT_FOLDER: self.draft, VISION_FOLDER: vision}
-        parts |= {f"{LORA_FOLDER}/{name}": self.adapters.get(name) for name in names}
+        parts: dict[str, engine_parts.EngineDraft | engine_parts.EngineVision | engine_parts.EngineAdapter | None]
+        parts = {engine_parts.DRAFT_FOLDER: self.draft, engine_parts.VISION_FOLDER: vision}
+        parts |= {f"{engine_parts.LORA_FOLDER}/{name}": self.adapters.get(name) for name in names}
         for folder, part in parts.items():
             if part is not None and part.files is not None:
                 found += _differences(part.path, part.files, f"{folder}/", verify, hash_weights)
             elif (self.path / folder).exists():
                 found.append(f"{printable(folder)}/: not described")
-        return [*found, *kernel_differences(self.path, self.kernels, verify)]
+        return [*found, *kernel_folders.kernel_differences(self.path, self.kernels, verify)]
 
 
 def _differences(
@@ -320,7 +289,7 @@ def _differences(
             if size != expected.size:
                 found.append(f"{shown}: {size:,} bytes, expected {expected.size:,}")
                 continue
-            if is_weight_file(name) and not (verify or hash_weights):
+            if engine_parts.is_weight_file(name) and not (verify or hash_weights):
                 digest = recall_digest(path, expected.section) or expected
             else:
                 digest = current_digest(path, not verify, expected.section)
@@ -337,15 +306,19 @@ def _differences(
 
 def described_file_names(path: Path) -> list[str]:
     """Names of the files in a checkpoint or engine directory that are described by digests, in a fixed order."""
-    index = [WEIGHT_INDEX] if (path / WEIGHT_INDEX).exists() else []
+    index = [INDEX_FILE] if (path / INDEX_FILE).exists() else []
     weights = [file.name for ending in ("safetensors", "gguf") for file in path.glob(f"model*.{ending}")]
     return published_file_names(path) + index + sorted(weights)
 
 
 def published_file_names(path: Path) -> list[str]:
     """Those of `PUBLISHED_FILES` that a directory has, and its further chat templates."""
-    templates = sorted(f"{TEMPLATE_FOLDER}/{file.name}" for file in (path / TEMPLATE_FOLDER).glob("*.jinja"))
-    return [name for name in PUBLISHED_FILES if (path / name).exists()] + list(filter(is_template_name, templates))
+    templates = sorted(
+        f"{engine_parts.TEMPLATE_FOLDER}/{file.name}" for file in (path / engine_parts.TEMPLATE_FOLDER).glob("*.jinja")
+    )
+    return [name for name in PUBLISHED_FILES if (path / name).exists()] + list(
+        filter(engine_parts.is_template_name, templates)
+    )
 
 
 def file_folder() -> Path:
@@ -355,7 +328,7 @@ def file_folder() -> Path:
 
 def adapter_names(path: Path) -> list[str]:
     """Names of the folders of LoRA adapters in an engine directory, sorted."""
-    folder = path / LORA_FOLDER
+    folder = path / engine_parts.LORA_FOLDER
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
@@ -365,7 +338,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     version = values.get("format_version", "int")
     if version != FORMAT_VERSION:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
-    values.refuse_other_keys(*_KEYS, DRAFT_KEY, LORA_KEY, VISION_KEY, TOOL_KEY, SOURCE_KEY, KERNELS_KEY)
+    values.refuse_other_keys(*_KEYS, DRAFT_KEY, LORA_KEY, VISION_KEY, TOOL_KEY, SOURCE_KEY, kernel_folders.KERNELS_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     if limits.kv_cache not in KV_CACHES:
         raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
@@ -376,24 +349,28 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     if (problem := limits.window_problem(config)) is not None:
         raise values.object("limits").error(f"'window_rows': {problem}")
     if DRAFT_KEY in values.values:
-        draft = parse_draft(path / DRAFT_FOLDER, values.object(DRAFT_KEY))
+        draft = engine_parts.parse_draft(path / engine_parts.DRAFT_FOLDER, values.object(DRAFT_KEY))
     features = draft.config.feature_layers if draft else (config.num_layers,) if config.is_embedding else ()
     block = None if draft is None else draft.config.block
     if (draft is None) == limits.has_draft or config.feature_layers != features:
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
     if limits.draft_block != (0 if block is None else block.size) or (block and limits.draft_steps >= block.size):
         raise values.error("'draft' and 'limits' disagree on the block that the draft fills")
-    vision = parse_vision(path, values.object(VISION_KEY)) if VISION_KEY in values.values else None
+    vision = engine_parts.parse_vision(path, values.object(VISION_KEY)) if VISION_KEY in values.values else None
     if (vision is None) == bool(limits.image_rows) or list(limits.image_rows) != sorted(set(limits.image_rows)):
         raise values.error(
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
         )
     if bool(limits.audio_rows) != ("audio" in config.media):
         raise values.error("'config' and 'limits' disagree on whether there is an encoder of speech")
-    files = parse_files(values.object("files"))
-    check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
-    check_agreement(values, config, draft, None if vision is None else vision.config)
-    adapters = parse_adapters(path / LORA_FOLDER, values.object(LORA_KEY)) if LORA_KEY in values.values else {}
+    files = engine_parts.parse_files(values.object("files"))
+    engine_parts.check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
+    engine_parts.check_agreement(values, config, draft, None if vision is None else vision.config)
+    adapters = (
+        engine_parts.parse_adapters(path / engine_parts.LORA_FOLDER, values.object(LORA_KEY))
+        if LORA_KEY in values.values
+        else {}
+    )
     if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
         adapter.rank > limits.max_lora_rank for adapter in adapters.values()
     ):
@@ -401,18 +378,20 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     return EngineDirectory(
         path=path,
         config=config,
-        dtype=choice(values, "dtype", DTYPES),
-        attention=choice(values, "attention", ATTENTION_SETTINGS),
+        dtype=engine_parts.choice(values, "dtype", DTYPES),
+        attention=engine_parts.choice(values, "attention", ATTENTION_SETTINGS),
         limits=limits,
         files=files,
         adapters=adapters,
         created_with=values.get("created_with", "str"),
-        description_sha256=digest_without_kernels(data, values.values),
+        description_sha256=kernel_folders.digest_without_kernels(data, values.values),
         draft=draft,
         vision=vision,
         tool_format=values.get(TOOL_KEY, "str") if TOOL_KEY in values.values else None,
         source=values.object(SOURCE_KEY).dataclass(ModelSource) if SOURCE_KEY in values.values else None,
-        kernels=parse_kernels(values.object(KERNELS_KEY), parse_digests) if KERNELS_KEY in values.values else {},
+        kernels=kernel_folders.parse_kernels(values.object(kernel_folders.KERNELS_KEY))
+        if kernel_folders.KERNELS_KEY in values.values
+        else {},
     )
 
 

@@ -14,25 +14,8 @@ from edgellm.engines.families.embedding import POOLING_FILE
 from edgellm.engines.formats.digests import SECTION_BYTES, FileDigest
 from edgellm.engines.formats.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
-from edgellm.engines.model.config import (
-    CONV_WIDTHS,
-    DELTA_PROJECTIONS,
-    DFLASH,
-    DRAFT_HEAD,
-    EXPERT_SCORES,
-    FEATURE_NORMS,
-    GENERATIONS,
-    HEADS,
-    LAYER_KINDS,
-    MLP_ACTIVATIONS,
-    MTP,
-    NAMINGS,
-    POOLINGS,
-    DecoderConfig,
-    DraftBlock,
-    DraftConfig,
-    Mixture,
-)
+from edgellm.engines.model import config as model_config
+from edgellm.engines.model.config import DecoderConfig, DraftBlock, DraftConfig, Mixture
 from edgellm.engines.model.decoder import embedding_name, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights, mtp_draft
 from edgellm.engines.model.limits import LARGEST_DRAFT_BLOCK
@@ -83,12 +66,12 @@ class EngineDraft:
     @property
     def _is_inside(self) -> bool:
         """Whether its weights are among the model's own."""
-        return self.config.generation == MTP and SINGLE_FILE not in self.files
+        return self.config.generation == model_config.MTP and SINGLE_FILE not in self.files
 
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
         opened = Checkpoint.open(self.path.parent if self._is_inside else self.path)
-        if self.config.generation == MTP and self.config.has_mapping:
+        if self.config.generation == model_config.MTP and self.config.has_mapping:
             opened.use_shortlist(self.path / VOCABULARY_FILE, MAPPING, head_weight_name(self.config.decoder))
         return opened
 
@@ -99,7 +82,9 @@ class EngineDraft:
         found = folder_quantization(self.path.parent)
         if found is None:
             return None
-        parts = [part for spec in draft_weights(self.config) for part in spec.parts if part[0] != DRAFT_HEAD]
+        parts = [
+            part for spec in draft_weights(self.config) for part in spec.parts if part[0] != model_config.DRAFT_HEAD
+        ]
         with self.checkpoint() as opened:
             return found if any(opened.layout(*part) is not None for part in parts) else None
 
@@ -140,11 +125,11 @@ def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     """The section "draft"."""
     values.refuse_other_keys("config", "files")
     config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig, mixture=Mixture, block=DraftBlock)
-    for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
+    for key, choices in (("generation", model_config.GENERATIONS), ("feature_norm", model_config.FEATURE_NORMS)):
         choice(values.object("config"), key, choices)
-    files = (parse_digests if config.generation == MTP else parse_files)(values.object("files"))
+    files = (parse_digests if config.generation == model_config.MTP else parse_files)(values.object("files"))
     expected = {VOCABULARY_FILE} if config.has_mapping else set()
-    if config.generation == MTP and files.keys() - {"config.json", SINGLE_FILE} != expected:
+    if config.generation == model_config.MTP and files.keys() - {"config.json", SINGLE_FILE} != expected:
         raise values.error(f"its files are {', '.join(files) or 'none'}, expected {', '.join(expected) or 'none'}")
     return EngineDraft(folder, config, files)
 
@@ -182,8 +167,8 @@ def parse_vision(path: Path, values: JSONObject) -> EngineVision:
 def check_head(config: JSONObject, head: str, columns: int, has_file: bool) -> None:
     """Raise the error of a description whose `head` is none that there is, or has rows that it cannot have, or that
     does not agree with its files."""
-    if head not in HEADS:
-        raise config.error(f"'head' is {head!r:.80}, expected one of {', '.join(HEADS)}")
+    if head not in model_config.HEADS:
+        raise config.error(f"'head' is {head!r:.80}, expected one of {', '.join(model_config.HEADS)}")
     try:
         format = head_format(head, columns, "float32")
     except ValueError as error:
@@ -203,7 +188,7 @@ def check_agreement(
     if draft is not None:
         own, decoder = values.object("draft").object("config"), draft.config.decoder
         _check_decoder(own.object("decoder"), decoder)
-        if draft.config.generation == MTP:
+        if draft.config.generation == model_config.MTP:
             reduced = draft.config.draft_vocab_size if draft.config.has_mapping else None
             if draft.config != mtp_draft(config, reduced):
                 raise own.error("it is not the head for multi-token prediction of this model")
@@ -215,7 +200,11 @@ def check_agreement(
         for key, name in (("base_embedding", embedding_name(config)), ("base_head", head_weight_name(config))):
             require(getattr(draft.config, key) == name, key, f"expected {name!r}")
         block = draft.config.block
-        require((block is None) == (draft.config.generation != DFLASH), "generation", f"with {block} as its block")
+        require(
+            (block is None) == (draft.config.generation != model_config.DFLASH),
+            "generation",
+            f"with {block} as its block",
+        )
         if block is not None:
             inside = 2 <= block.size <= LARGEST_DRAFT_BLOCK and 0 <= block.mask_token_id < config.vocab_size
             require(inside, "block", f"expected 2 to {LARGEST_DRAFT_BLOCK} tokens, and a token of the model")
@@ -275,16 +264,16 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     fits = not section or (len(section) == 3 and sum(section) == half)
     require(fits, "mrope_section", f"expected three numbers with a sum of {half}")
     require(0 < config.rms_norm_eps <= 1, "rms_norm_eps", "expected a number above 0 and up to 1")
-    is_known = config.hidden_act in MLP_ACTIVATIONS
-    require(is_known, "hidden_act", f"expected one of {', '.join(MLP_ACTIVATIONS)}")
+    is_known = config.hidden_act in model_config.MLP_ACTIVATIONS
+    require(is_known, "hidden_act", f"expected one of {', '.join(model_config.MLP_ACTIVATIONS)}")
     kinds, layers = config.layer_kinds, config.num_layers
-    fits = not kinds or (len(kinds) == layers and set(kinds) <= set(LAYER_KINDS))
-    require(fits, "layer_kinds", f"expected for each of {layers} layers one of {', '.join(LAYER_KINDS)}")
+    fits = not kinds or (len(kinds) == layers and set(kinds) <= set(model_config.LAYER_KINDS))
+    require(fits, "layer_kinds", f"expected for each of {layers} layers one of {', '.join(model_config.LAYER_KINDS)}")
     require(not kinds or set(kinds) != {"mlp"}, "layer_kinds", "expected a layer that mixes tokens")
     require("mlp" not in kinds or config.lone_parts, "lone_parts", "expected true where layers are MLPs alone")
-    require(config.pooling in POOLINGS, "pooling", f"expected one of {', '.join(POOLINGS)}")
-    require(config.naming in NAMINGS, "naming", f"expected one of {', '.join(NAMINGS)}")
-    least, most = CONV_WIDTHS
+    require(config.pooling in model_config.POOLINGS, "pooling", f"expected one of {', '.join(model_config.POOLINGS)}")
+    require(config.naming in model_config.NAMINGS, "naming", f"expected one of {', '.join(model_config.NAMINGS)}")
+    least, most = model_config.CONV_WIDTHS
     fits = not config.is_recurrent or least <= config.conv_width <= most
     require(fits, "conv_width", f"expected {least} to {most}")
     fits = not (config.joint_qk_norm and config.attention_gate)
@@ -301,8 +290,8 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     if config.mixture is not None:
         own, mixture = values.object("mixture"), config.mixture
         _require(own, mixture, mixture.chosen <= mixture.experts, "chosen", f"there are {mixture.experts} experts")
-        is_known = mixture.scores in EXPERT_SCORES
-        _require(own, mixture, is_known, "scores", f"expected one of {', '.join(EXPERT_SCORES)}")
+        is_known = mixture.scores in model_config.EXPERT_SCORES
+        _require(own, mixture, is_known, "scores", f"expected one of {', '.join(model_config.EXPERT_SCORES)}")
         _check_layers(own, mixture, "dense_layers", layers - 1)
         beside = mixture.shared_size > 0 and not mixture.shared_gate and config.residual_scale == 1
         fits = beside or not mixture.latent_size
@@ -340,8 +329,8 @@ def _check_delta(values: JSONObject, config: DecoderConfig) -> None:
     expected = "expected the numbers of key heads, of value heads, a multiple of that, and their sizes"
     require(fits, "delta_heads", expected)
     counted = tuple(list(dict.fromkeys(products)).index(number) for number in products)
-    fits = not products or (has_delta and len(products) == len(DELTA_PROJECTIONS) and counted == products)
-    parts = ", ".join(DELTA_PROJECTIONS)
+    fits = not products or (has_delta and len(products) == len(model_config.DELTA_PROJECTIONS) and counted == products)
+    parts = ", ".join(model_config.DELTA_PROJECTIONS)
     expected = f"expected the number of the linear layer of each of {parts}, counted as they come up"
     require(fits, "delta_products", expected)
     require(not products or products[2] == products[3], "delta_products", "expected one number for the last two")

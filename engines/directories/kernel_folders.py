@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from edgellm.engines.directories.engine_parts import parse_digests
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.formats.digests import FileDigest, hash_bytes, hash_file
 from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
@@ -18,13 +19,12 @@ KERNELS_FOLDER = "kernels"
 KERNELS_KEY = "kernels"
 
 
-def parse_kernels(values: JSONObject, parse: Any) -> dict[str, FileDigest]:
-    """The section "kernels": digests of manifests by the names of their folders; `parse` reads digests by name."""
+def parse_kernels(values: JSONObject) -> dict[str, FileDigest]:
+    """The section "kernels": digests of manifests by the names of their folders."""
     for name in values.values:
         if architecture_of(name) is None:
             raise values.error(f"{name!r} is no folder of kernels, expected a name such as sm_87-cuda13.0")
-    found: dict[str, FileDigest] = parse(values)
-    return found
+    return parse_digests(values)
 
 
 def kernel_differences(path: Path, kernels: Mapping[str, FileDigest], verify: bool) -> Iterator[str]:

@@ -176,7 +176,6 @@ class BlockDraftReader(DraftReader):
         self.eagle = part if isinstance(part, dict) else {}  # where switches may stand, too
 
     def read(self) -> DraftConfig | None:
-        """The configuration; of use only where no problem was found."""
         for key, neutral in _NEUTRAL.items():
             value = self._named(key)
             if value is not None and value not in neutral:

@@ -8,7 +8,7 @@ from typing import Any
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
 from edgellm.engines.model.config import FAR_SCALING, LARGEST_DEPTH
-from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, scaling_problems
+from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, TRAINED_LENGTH, scaling_problems
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
@@ -253,7 +253,6 @@ def layer_count(fields: ConfigFields) -> int:
 
 #: The base of the original rotary embedding; Llama's first releases do not write it down.
 DEFAULT_THETA = 10000.0
-_LENGTH = "original_max_position_embeddings"
 
 
 def read_mrope(
@@ -329,10 +328,10 @@ def _scaling(
         return None
     scaling = {"rope_type": kind, **scaling}
     if kind in ("llama3", "yarn", "longrope"):
-        length = fields.values.get(_LENGTH)  # Phi-3 writes it outside, and there it takes precedence
+        length = fields.values.get(TRAINED_LENGTH)  # Phi-3 writes it outside, and there it takes precedence
         if length is None:
-            length = scaling.get(_LENGTH, max_position_embeddings)
-        scaling[_LENGTH] = int(length) if is_number(length) and length == int(length) else length
+            length = scaling.get(TRAINED_LENGTH, max_position_embeddings)
+        scaling[TRAINED_LENGTH] = int(length) if is_number(length) and length == int(length) else length
     if rotary_dim and max_position_embeddings:
         fields.wrong += [f"{key}: {problem}" for problem in scaling_problems(scaling, rotary_dim)]
     return scaling

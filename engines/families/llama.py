@@ -99,16 +99,12 @@ def _read_seed_oss(fields: ConfigFields) -> DecoderConfig:
 SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _read_seed_oss, {"attention_bias": True, "head_dim": 128})
 
 
-def _read_cwm(fields: ConfigFields) -> DecoderConfig:
-    """Llama 3 with attention over a window in three of four layers: every fourth, from the first on, attends to all,
-    unless `layer_types` says otherwise. Attention has no biases."""
-    return read_decoder(fields, windowed=lambda layer: layer % 4 > 0, mlp_bias=fields.switch("mlp_bias"))
-
-
+#: Llama 3 with attention over a window in three of four layers: every fourth, from the first on, attends to all, unless
+#: `layer_types` says otherwise. Attention has no biases.
 CWM = Family(
     "cwm",
     "CwmForCausalLM",
-    _read_cwm,
+    lambda fields: read_decoder(fields, windowed=lambda layer: layer % 4 > 0, mlp_bias=fields.switch("mlp_bias")),
     {
         "head_dim": 128,
         "sliding_window": 8192,
@@ -199,15 +195,11 @@ SMOLLM3 = Family(
 )
 
 
-def _read_ernie(fields: ConfigFields) -> DecoderConfig:
-    """Llama, but neighbours are rotated together."""
-    return read_decoder(fields, **all_biases(fields), rotates_neighbours=True)
-
-
+#: Llama, but neighbours are rotated together.
 ERNIE4_5 = Family(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
-    _read_ernie,
+    lambda fields: read_decoder(fields, **all_biases(fields), rotates_neighbours=True),
     {"head_dim": 128, "rope_theta": 500000.0, "tie_word_embeddings": True},
 )
 

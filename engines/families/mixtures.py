@@ -6,19 +6,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from edgellm.engines.families import hybrid
 from edgellm.engines.families.decoders import SILU, Family, biases, read_decoder
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
-from edgellm.engines.families.hybrid import (
-    GRANITE4_DEFAULTS,
-    LFM2_DEFAULTS,
-    MIXER_TYPES,
-    QWEN3_5_DEFAULTS,
-    read_granite4,
-    read_lfm2_layers,
-    read_mamba,
-    read_qwen3_5,
-    read_qwen3_5_text,
-)
 from edgellm.engines.families.llama import read_granite
 from edgellm.engines.families.qwen import QWEN3_VL_DEFAULTS, read_qwen3_vl
 from edgellm.engines.formats.strict_formats import is_integer
@@ -95,31 +85,30 @@ def _read_olmoe(fields: ConfigFields) -> DecoderConfig:
 OLMOE = Family("olmoe", "OlmoeForCausalLM", _read_olmoe, {"num_key_value_heads": None, "num_experts_per_tok": 8})
 
 
-def _read_granite_moe(fields: ConfigFields) -> DecoderConfig:
-    """Granite's scales; the router's scores are the softmax over the chosen."""
-    return read_granite(fields, mixture=read_mixture(fields, "intermediate_size", 8), naming="granitemoe")
-
-
+#: Granite's scales; the router's scores are the softmax over the chosen.
 GRANITE_MOE = Family(
-    "granitemoe", "GraniteMoeForCausalLM", _read_granite_moe, {"num_key_value_heads": None, "num_experts_per_tok": 2}
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    lambda fields: read_granite(fields, mixture=read_mixture(fields, "intermediate_size", 8), naming="granitemoe"),
+    {"num_key_value_heads": None, "num_experts_per_tok": 2},
 )
 
 
 def _read_granite4(fields: ConfigFields) -> DecoderConfig:
     """With Granite 3's experts beside the MLP, which every token goes through whole, or without them."""
     if fields.values["num_local_experts"] == 0:
-        return read_granite4(fields)
+        return hybrid.read_granite4(fields)
     shared = fields.size("shared_intermediate_size")
     mixture = read_mixture(fields, "intermediate_size", 8, shared_size=shared, shared_gate=False)
-    return read_granite4(fields, mixture=mixture)
+    return hybrid.read_granite4(fields, mixture=mixture)
 
 
-GRANITE4 = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read_granite4, GRANITE4_DEFAULTS)
+GRANITE4 = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read_granite4, hybrid.GRANITE4_DEFAULTS)
 
 #: The letters of `hybrid_override_pattern`, and what the class calls such layers.
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NEMOTRON_OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_limit": "time_step_limit"}
-_NEMOTRON_TYPES = {**MIXER_TYPES, "mlp": "mlp", "moe": "mlp"}
+_NEMOTRON_TYPES = {**hybrid.MIXER_TYPES, "mlp": "mlp", "moe": "mlp"}
 
 
 def _read_nemotron_h(fields: ConfigFields) -> DecoderConfig:
@@ -155,7 +144,7 @@ def _read_nemotron_h(fields: ConfigFields) -> DecoderConfig:
     else:
         fields.ignore("n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
     names = "n_groups", "mamba_num_heads", "ssm_state_size", "conv_kernel", "use_conv_bias"
-    own |= read_mamba(fields, kinds, fields.size("mamba_head_dim"), names)
+    own |= hybrid.read_mamba(fields, kinds, fields.size("mamba_head_dim"), names)
     own |= {"naming": "nemotron_h", "nope_layers": tuple(range(len(types)))}
     return read_decoder(fields, activations={"relu2": "relu_squared"}, **biases(fields), **own)
 
@@ -210,7 +199,7 @@ def _read_lfm2_moe(fields: ConfigFields) -> DecoderConfig:
         "dense_layers": tuple(range(dense)),
     }
     mixture = read_mixture(fields, "moe_intermediate_size", 32, **own)
-    return read_lfm2_layers(fields, ["full_attention"] * layers, mixture=mixture)
+    return hybrid.read_lfm2_layers(fields, ["full_attention"] * layers, mixture=mixture)
 
 
 LFM2_MOE = Family(
@@ -218,7 +207,7 @@ LFM2_MOE = Family(
     "Lfm2MoeForCausalLM",
     _read_lfm2_moe,
     {
-        **LFM2_DEFAULTS,
+        **hybrid.LFM2_DEFAULTS,
         "moe_intermediate_size": 1792,
         "norm_topk_prob": True,
         "num_dense_layers": 2,
@@ -254,11 +243,11 @@ def _read_qwen3_5_moe_text(fields: ConfigFields) -> DecoderConfig:
         fields, "moe_intermediate_size", 256, shared_size=fields.size("shared_expert_intermediate_size")
     )
     fields.values = fields.values | {"intermediate_size": mixture.size or 1}  # there is no MLP of another size
-    return read_qwen3_5_text(fields, mixture=mixture)
+    return hybrid.read_qwen3_5_text(fields, mixture=mixture)
 
 
 _QWEN3_5_MOE = {
-    **QWEN3_5_DEFAULTS,
+    **hybrid.QWEN3_5_DEFAULTS,
     "hidden_size": 2048,
     "moe_intermediate_size": 512,
     "num_experts_per_tok": 8,
@@ -267,5 +256,5 @@ _QWEN3_5_MOE = {
     "shared_expert_intermediate_size": 512,
 }
 QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _read_qwen3_5_moe_text, _QWEN3_5_MOE)
-_read_qwen3_5_moe = partial(read_qwen3_5, read=_read_qwen3_5_moe_text, defaults=_QWEN3_5_MOE)
+_read_qwen3_5_moe = partial(hybrid.read_qwen3_5, read=_read_qwen3_5_moe_text, defaults=_QWEN3_5_MOE)
 QWEN3_5_MOE = Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _read_qwen3_5_moe)

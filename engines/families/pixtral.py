@@ -5,26 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from edgellm.engines.families import vision_fields, vision_parts
 from edgellm.engines.families.decoders import filled
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.vision_fields import (
-    ACTIVATIONS,
-    Read,
-    dimensions,
-    feature_layers,
-    rotated,
-    text_hidden_size,
-)
-from edgellm.engines.families.vision_parts import (
-    PROJECTOR,
-    QKV,
-    TOWER,
-    TowerWeights,
-    attention_steps,
-    mlp_steps,
-    projection_steps,
-    used_layers,
-)
 from edgellm.engines.model.config import LARGEST_MERGE
 from edgellm.engines.model.encoder_steps import EncoderAttention
 from edgellm.engines.model.limits import EngineShape
@@ -47,54 +30,56 @@ _DEFAULTS = {
 _EPSILON = 1e-5
 
 
-def read_pixtral(top: ConfigFields) -> Read:
+def read_pixtral(top: ConfigFields) -> vision_fields.Read:
     """What is merged is normed with the language model's epsilon."""
     raw, text = top.values["vision_config"], top.values.get("text_config")
     text = text if isinstance(text, dict) else {}
     fields = ConfigFields(filled(raw, _DEFAULTS, is_part=True), None, top.family)
     if raw.get("model_type", "pixtral") != "pixtral":
         top.refuse("vision_config.model_type", raw["model_type"], "supported is pixtral")
-    values = dimensions(top, fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
-    layers = feature_layers(top, values["num_layers"], -1)
+    values = vision_fields.dimensions(
+        top, fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels"
+    )
+    layers = vision_fields.feature_layers(top, values["num_layers"], -1)
     if len(layers) > 1:
         top.refuse("vision_feature_layer", top.values["vision_feature_layer"], "supported is one layer")
     usual = 4096 if text.get("model_type") == "ministral3" else 5120
-    return fields, rotated(fields, values) | {
+    return fields, vision_fields.rotated(fields, values) | {
         "temporal_patch_size": 1,
         "spatial_merge_size": top.size("spatial_merge_size", 2, largest=LARGEST_MERGE),
-        "out_hidden_size": text_hidden_size(top) or usual,
-        "activation": fields.word("hidden_act", ACTIVATIONS),
+        "out_hidden_size": vision_fields.text_hidden_size(top) or usual,
+        "activation": fields.word("hidden_act", vision_fields.ACTIVATIONS),
         "norm_eps": ConfigFields({"rms_norm_eps": 1e-5, **text}, None, top.family).positive("rms_norm_eps"),
         "image_token_id": top.token_id(top.image_key, MISTRAL3_IMAGE_TOKEN),
         "tensor_prefix": "model.vision_tower.",
         "projector_prefix": "model.multi_modal_projector.",
         "feature_layers": layers,
-        "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
+        "projector_activation": top.word("projector_hidden_act", {**vision_fields.ACTIVATIONS, None: "gelu"}),
         "projector_bias": top.switch("multimodal_projector_bias"),
     }
 
 
 def pixtral_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     """The patches come in merge blocks, the padding behind them: what is merged is a convolution over them."""
-    tower = TowerWeights(TOWER, config.tensor_prefix, _EPSILON)
-    projector = TowerWeights(PROJECTOR, config.projector_prefix, config.norm_eps)
+    tower = vision_parts.TowerWeights(vision_parts.TOWER, config.tensor_prefix, _EPSILON)
+    projector = vision_parts.TowerWeights(vision_parts.PROJECTOR, config.projector_prefix, config.norm_eps)
     hidden, inner, out, rows = config.hidden_size, config.intermediate_size, config.out_hidden_size, shape.tokens
     patch = (config.in_channels, config.patch_size, config.patch_size)
     steps: list[Step] = [
         NormLinear("hidden", (Input("patches"),), tower.convolution("patch_conv", hidden, patch, bias=False)),
         Normed("hidden", "hidden", tower.rms_norm("ln_pre", hidden)),
     ]
-    for index in range(used_layers(config)):
+    for index in range(vision_parts.used_layers(config)):
         layer, heads = f"transformer.layers.{index}.", (config.num_heads, config.head_dim)
-        qkv, gated = dict.fromkeys(QKV, hidden), {"gate_proj": inner, "up_proj": inner}
+        qkv, gated = dict.fromkeys(vision_parts.QKV, hidden), {"gate_proj": inner, "up_proj": inner}
         first, second = (tower.rms_norm(f"{layer}{part}_norm", hidden) for part in ("attention", "ffn"))
         joined = tower.linear(f"{layer}attention.qkv_proj", qkv, hidden, bias=False)
         output = tower.linear(f"{layer}attention.o_proj", hidden, hidden, bias=False)
         gate_up = tower.linear(f"{layer}feed_forward.gate_up_proj", gated, hidden, bias=False)
         down = tower.linear(f"{layer}feed_forward.down_proj", hidden, inner, bias=False)
         attention = EncoderAttention("context", "qkv", *heads, (1, rows), "attention_mask", "rotary_cos_sin")
-        steps += attention_steps("hidden", first, joined, attention, output)
-        steps += mlp_steps("hidden", second, gate_up, down, config.activation, gated=True)
+        steps += vision_parts.attention_steps("hidden", first, joined, attention, output)
+        steps += vision_parts.mlp_steps("hidden", second, gate_up, down, config.activation, gated=True)
     merged = config.merge_patches * hidden
     merging = projector.linear("patch_merger.merging_layer", hidden, merged, bias=False)
     merging = replace(merging, weight=replace(merging.weight, kernel=config.merge_patches))
@@ -107,5 +92,5 @@ def pixtral_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         Normed("hidden", "hidden", projector.rms_norm("norm", hidden)),
         Reshape("blocks", "hidden", (1, rows // config.merge_patches, merged)),
         NormLinear("merged", (Input("blocks"),), merging),
-        *projection_steps("image_embeddings", ["merged"], linears, config.projector_activation),
+        *vision_parts.projection_steps("image_embeddings", ["merged"], linears, config.projector_activation),
     ]

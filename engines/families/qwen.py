@@ -23,11 +23,6 @@ from edgellm.engines.model.config import DecoderConfig
 _IMAGE_TOKEN, QWEN_MERGE_SIZE, _DEEPSTACK_LAYERS = 151655, 2, 3
 
 
-def _read_qwen2(fields: ConfigFields) -> DecoderConfig:
-    """`sliding_window` has no effect unless `use_sliding_window` is true."""
-    return read_decoder(fields, windowed=_behind_full_layers(fields), attention_bias=True)
-
-
 def _behind_full_layers(fields: ConfigFields) -> Callable[[int], bool]:
     """Which layers look back on a window: those behind the first `max_window_layers`, which attend to all."""
     value = fields.values.get("max_window_layers")
@@ -38,10 +33,11 @@ def _behind_full_layers(fields: ConfigFields) -> Callable[[int], bool]:
     return lambda layer: layer >= full
 
 
+#: `sliding_window` has no effect unless `use_sliding_window` is true.
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
-    _read_qwen2,
+    lambda fields: read_decoder(fields, windowed=_behind_full_layers(fields), attention_bias=True),
     {
         "vocab_size": 151936,
         "hidden_size": 4096,

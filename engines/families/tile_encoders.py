@@ -16,14 +16,7 @@ from edgellm.engines.families.vision_parts import (
     self_attention_steps,
     tower_steps,
 )
-from edgellm.engines.model.encoder_steps import (
-    AveragePool,
-    DropFirst,
-    EncoderAttention,
-    Gather,
-    Prepend,
-    ScaledResidual,
-)
+from edgellm.engines.model import encoder_steps
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Add, Input, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig, embedding_rows
@@ -80,7 +73,7 @@ def minicpmv4_6_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         Add("hidden_0", "hidden_0", "position_embeddings"),
         *layer_steps(config, tower, rows, "attention_mask", range(merging)),
         *self_attention_steps(config, tower, name, value, value, (rows // 4, 4)),
-        AveragePool("means", value, hidden, 2, 2, rows // 2),
+        encoder_steps.AveragePool("means", value, hidden, 2, 2, rows // 2),
         Reshape("squares", value, squares),
         NormLinear("activation", (Input("squares", (tower.layer_norm(f"{name}pre_norm", wide),)),), first, "gelu_tanh"),
         LinearResidual(value, "activation", second, "means"),
@@ -100,7 +93,7 @@ def internvl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     embedding = tower.convolution("embeddings.patch_embeddings.projection", hidden, patch, bias=True)
     steps: list[Step] = [
         NormLinear("hidden", (Input("patches"),), embedding),
-        Prepend("hidden", "hidden", tower.weight("embeddings.cls_token", hidden, part=(1, 1, hidden))),
+        encoder_steps.Prepend("hidden", "hidden", tower.weight("embeddings.cls_token", hidden, part=(1, 1, hidden))),
         Add("hidden", "hidden", tower.weight("embeddings.position_embeddings", rows, hidden, part=(1, rows, hidden))),
     ]
 
@@ -116,18 +109,20 @@ def internvl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         output, behind = tower.linear(f"{layer}attention.projection_layer", hidden, hidden), f"{layer}layernorm_after"
         first, second = tower.mlp(f"{layer}mlp.fc{{}}", config)
         steps += [
-            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), qk_norms=norms),
+            encoder_steps.EncoderAttention(
+                "context", "qkv", config.num_heads, config.head_dim, (1, rows), qk_norms=norms
+            ),
             NormLinear("added", (Input("context"),), output),
-            ScaledResidual("hidden", "added", tower.weight(f"{layer}lambda_1", hidden), "hidden"),
+            encoder_steps.ScaledResidual("hidden", "added", tower.weight(f"{layer}lambda_1", hidden), "hidden"),
             NormLinear("activation", (Input("hidden", (norm(behind),)),), first, config.activation),
             NormLinear("added", (Input("activation"),), second),
-            ScaledResidual("hidden", "added", tower.weight(f"{layer}lambda_2", hidden), "hidden"),
+            encoder_steps.ScaledResidual("hidden", "added", tower.weight(f"{layer}lambda_2", hidden), "hidden"),
         ]
     if config.final_norm:
         steps.append(Normed("hidden", "hidden", tower.layer_norm("layernorm", hidden)))
     return [
         *steps,
-        DropFirst("features", "hidden", rows - 1),
+        encoder_steps.DropFirst("features", "hidden", rows - 1),
         *_blocks(config, shape, "features"),
         *_projector(config, config.out_hidden_size, True),
     ]
@@ -135,7 +130,7 @@ def internvl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
 
 def _blocks(config: VisionConfig, shape: EngineShape, value: str) -> list[Step]:
     """The patches of a square, in reading order, block by block, those of each side by side."""
-    return [Gather("blocks", value, "block_rows"), *_merged(config, shape, "blocks")]
+    return [encoder_steps.Gather("blocks", value, "block_rows"), *_merged(config, shape, "blocks")]
 
 
 def _merged(config: VisionConfig, shape: EngineShape, value: str, count: int = 0) -> list[Step]:

@@ -12,20 +12,10 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families import gemma4_vision, pixtral, tiled_vision
+from edgellm.engines.families import gemma4_vision, pixtral, tiled_vision, vision_fields
 from edgellm.engines.families.decoders import SILU, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
-from edgellm.engines.families.vision_fields import (
-    ACTIVATIONS,
-    Read,
-    dimensions,
-    feature_layers,
-    listed_layers,
-    read_tower,
-    rotated,
-    text_hidden_size,
-)
 from edgellm.engines.model.config import LARGEST_MERGE
 from edgellm.engines.model.vision import VisionConfig
 
@@ -78,27 +68,27 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
     return VisionConfig(**values)
 
 
-def _read_qwen2_5(top: ConfigFields) -> Read:
+def _read_qwen2_5(top: ConfigFields) -> vision_fields.Read:
     fields, values = _read_qwen(top, _QWEN2_5_DEFAULTS, SILU)
     merge, patch, window = values["spatial_merge_size"], values["patch_size"], fields.size("window_size")
     if merge and patch and (window % patch or window // patch % merge or not window):
         expected = f"a multiple of patch_size {patch} times spatial_merge_size {merge}"
         fields.expect("window_size", window, expected)
-    layers = listed_layers(fields, "fullatt_block_indexes", values["num_layers"])
+    layers = vision_fields.listed_layers(fields, "fullatt_block_indexes", values["num_layers"])
     seconds = fields.positive("tokens_per_second", 4, largest=1000)
     return fields, values | {"window_size": window, "full_attention_layers": layers, "tokens_per_second": seconds}
 
 
-def _read_qwen3(top: ConfigFields) -> Read:
-    fields, values = _read_qwen(top, _QWEN3_DEFAULTS, ACTIVATIONS)
+def _read_qwen3(top: ConfigFields) -> vision_fields.Read:
+    fields, values = _read_qwen(top, _QWEN3_DEFAULTS, vision_fields.ACTIVATIONS)
     return fields, values | {
         "family": "qwen3_vl",  # of mixtures, too
         "num_position_embeddings": fields.square("num_position_embeddings"),
-        "deepstack_layers": listed_layers(fields, "deepstack_visual_indexes", values["num_layers"]),
+        "deepstack_layers": vision_fields.listed_layers(fields, "deepstack_visual_indexes", values["num_layers"]),
     }
 
 
-def _read_qwen3_5(top: ConfigFields) -> Read:
+def _read_qwen3_5(top: ConfigFields) -> vision_fields.Read:
     """Qwen3-VL's encoder, of which the language model takes the last layer's features alone."""
     given = top.values["vision_config"]
     kind, taps = given.get("model_type"), given.get("deepstack_visual_indexes")
@@ -111,16 +101,18 @@ def _read_qwen3_5(top: ConfigFields) -> Read:
     return fields, values | {"family": "qwen3_5"}  # that of its mixtures, too
 
 
-def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapping[str | None, str]) -> Read:
+def _read_qwen(
+    top: ConfigFields, defaults: Mapping[str, Any], activations: Mapping[str | None, str]
+) -> vision_fields.Read:
     """What Qwen's encoders have in common."""
     raw = dict(top.values["vision_config"])
     raw["in_channels"] = raw.get("in_channels", raw.get("in_chans"))  # the published files use the older name
     fields = ConfigFields(filled(raw, defaults, is_part=True), None, top.family)
-    text = text_hidden_size(top)
+    text = vision_fields.text_hidden_size(top)
     out_hidden_size = fields.size("out_hidden_size", text or None)
     if text and out_hidden_size and out_hidden_size != text:
         fields.wrong.append(f"out_hidden_size is {out_hidden_size}, but the language model's hidden_size is {text}")
-    values = dimensions(top, fields, depth="depth", heads="num_heads", channels="in_channels") | {
+    values = vision_fields.dimensions(top, fields, depth="depth", heads="num_heads", channels="in_channels") | {
         "temporal_patch_size": fields.size("temporal_patch_size", largest=LARGEST_MERGE),
         "spatial_merge_size": fields.size("spatial_merge_size", largest=LARGEST_MERGE),
         "out_hidden_size": out_hidden_size,
@@ -132,11 +124,11 @@ def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapp
         "tensor_prefix": "model.visual.",
         "projector_prefix": "model.visual.",
     }
-    return fields, rotated(fields, values)
+    return fields, vision_fields.rotated(fields, values)
 
 
-def _read_llava(top: ConfigFields) -> Read:
-    fields, values = read_tower(top, "clip_vision_model", ("clip_vision_model", "siglip_vision_model"))
+def _read_llava(top: ConfigFields) -> vision_fields.Read:
+    fields, values = vision_fields.read_tower(top, "clip_vision_model", ("clip_vision_model", "siglip_vision_model"))
     strategy = top.values.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         top.expect("vision_feature_select_strategy", strategy, "default or full")
@@ -144,19 +136,19 @@ def _read_llava(top: ConfigFields) -> Read:
         "spatial_merge_size": 1,
         "image_token_id": top.token_id(top.image_key, smallest=1),
         "class_token": top.values["vision_config"].get("model_type") != "siglip_vision_model",
-        "feature_layers": feature_layers(top, values["num_layers"]),
+        "feature_layers": vision_fields.feature_layers(top, values["num_layers"]),
         "drops_first_row": strategy == "default",
-        "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
+        "projector_activation": top.word("projector_hidden_act", {**vision_fields.ACTIVATIONS, None: "gelu"}),
         "projector_bias": top.switch("multimodal_projector_bias", True),
     }
 
 
-def _read_paligemma(top: ConfigFields) -> Read:
+def _read_paligemma(top: ConfigFields) -> vision_fields.Read:
     """SigLIP, and one linear layer behind its last norm; a token for each patch."""
     given = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
     raw = top.values["vision_config"]
     top.values = top.values | {"vision_config": given | {"patch_size": 14} | raw}
-    fields, values = read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
+    fields, values = vision_fields.read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
     return fields, values | {
         "spatial_merge_size": 1,
         "image_token_id": top.token_id(top.image_key, PALIGEMMA_IMAGE_TOKEN),
@@ -164,9 +156,9 @@ def _read_paligemma(top: ConfigFields) -> Read:
     }
 
 
-def _read_gemma3(top: ConfigFields) -> Read:
+def _read_gemma3(top: ConfigFields) -> vision_fields.Read:
     """A token is the mean of a square of patches: `mm_tokens_per_image` of them divide the image's square."""
-    fields, values = read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
+    fields, values = vision_fields.read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
     tokens = top.size("mm_tokens_per_image", GEMMA3_TOKENS)
     patches, side = values["image_size"] // max(1, values["patch_size"]), math.isqrt(tokens)
     if side**2 != tokens or not side or patches % side:

@@ -17,6 +17,7 @@ import os
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,13 @@ def open_split(path: Path) -> list[GgufFile]:
     they do not belong together."""
     match = _SPLIT.fullmatch(path.name)
     if match is None:
-        return [_whole(GgufFile(path))]
+        file = GgufFile(path)
+        if (count := file.metadata.get("split.count", 1)) != 1:
+            raise CheckpointError(
+                f"{path} is one of {count} files by its metadata, but is not called so: give all their published "
+                "names, as in NAME-00001-of-00003.gguf"
+            )
+        return [file]
     count = int(match[3])
     if not 1 <= int(match[2]) <= count <= _MOST_FILES:
         raise CheckpointError(
@@ -181,16 +188,6 @@ def open_split(path: Path) -> list[GgufFile]:
             "Take all files of one release"
         )
     return files
-
-
-def _whole(file: GgufFile) -> GgufFile:
-    count = file.metadata.get("split.count", 1)
-    if count != 1:
-        raise CheckpointError(
-            f"{file.path} is one of {count} files by its metadata, but is not called so: give all their published "
-            "names, as in NAME-00001-of-00003.gguf"
-        )
-    return file
 
 
 class _Header:
@@ -298,9 +295,7 @@ class _Header:
             end, previous = info.offset + info.nbytes, what
             if start + end > self._size:
                 raise self._damaged(f"it is truncated: {self._size:,} bytes, but {what} ends at byte {start + end:,}")
-            placed[info.name] = TensorInfo(
-                info.name, info.dtype, info.shape, info.file, start + info.offset, info.nbytes
-            )
+            placed[info.name] = replace(info, offset=start + info.offset)
         return {name: placed[name] for name in infos}
 
     def _count(self, what: str, most: int, least: int) -> int:

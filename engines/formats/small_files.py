@@ -8,6 +8,7 @@ makes it of `<(...)`. Either has a limit, so that nothing is read for ever.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import stat
@@ -230,15 +231,22 @@ def decoded_ids(tokenizer: tokenizers.Tokenizer, token_ids: list[int]) -> str:
 
 
 def check_tokenizer_file(path: Path, vocab_size: int, error_class: type[EdgeLLMError]) -> tokenizers.Tokenizer:
-    """Reads as `read_tokenizer` does, and its ids must be below the model's `vocab_size`."""
+    """Reads as `read_tokenizer` does; ids of its vocabulary must be below the model's `vocab_size`. Tokens that were
+    added beyond are left out, which the model knows nothing of: Gemma 3 1B's images, paddings of training."""
     tokenizer = read_tokenizer(path, error_class)
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
     if largest >= vocab_size:
         raise error_class(
             f"{printable(path)} has token ids up to {largest}, but the model's vocabulary has only {vocab_size} "
             "entries: the tokenizer belongs to another model"
         )
-    return tokenizer
+    if all(token_id < vocab_size for token_id in tokenizer.get_added_tokens_decoder()):
+        return tokenizer
+    key, text = '"added_tokens":', tokenizer.to_str()
+    start = text.index(key) + len(key)  # before the vocabulary, which is not parsed
+    added, end = json.JSONDecoder().raw_decode(text, start)
+    kept = json.dumps([token for token in added if token["id"] < vocab_size])
+    return type(tokenizer).from_str(text[:start] + kept + text[end:])
 
 
 @contextmanager

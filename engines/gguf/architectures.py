@@ -143,11 +143,6 @@ def _olmo2(metadata: Metadata, config: _Config) -> _Config:
     return found | {"model_type": "olmo3"} | windowed
 
 
-def _exaone4(metadata: Metadata, config: _Config) -> _Config:
-    """Without a window all layers attend to all."""
-    return _window(metadata, config) | {"layer_types": metadata.layer_types()}
-
-
 def _minicpm(metadata: Metadata, config: _Config) -> _Config:
     residual, logits = metadata.number("residual_scale"), metadata.number("logit_scale")
     return {
@@ -345,7 +340,12 @@ _ARCHITECTURES = {
     "granite": Architecture("granite", _granite, permuted=True),
     "smollm3": Architecture("smollm3", constants={"no_rope_layer_interval": 4}, permuted=True),
     "olmo2": Architecture("olmo2", _olmo2, names=layer_names.POST_NORMS),
-    "exaone4": Architecture("exaone4", _exaone4, False, names=layer_names.POST_NORMS),
+    "exaone4": Architecture(
+        "exaone4",
+        lambda metadata, config: _window(metadata, config) | {"layer_types": metadata.layer_types()},
+        False,
+        names=layer_names.POST_NORMS,
+    ),
     "minicpm": Architecture("minicpm", _minicpm, permuted=True),
     "ernie4_5": Architecture("ernie4_5", _use_bias, False),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", naming="hunyuan"),

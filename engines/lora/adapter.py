@@ -17,7 +17,7 @@ from edgellm.engines.formats.tensors import STORAGE, encoder_prefix, float32_int
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
 from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.model.limits import LARGEST_LORA_RANK
 from edgellm.kernels.sampling.twin import first_not_finite
 
@@ -110,7 +110,8 @@ class LoraAdapter:
 def adapter_rank(path: str | Path) -> int:
     """The rank that engines need for an adapter, by its settings alone. Raises AdapterError."""
     _check_files(Path(path))
-    return LoraConfig.read(Path(path)).largest_rank
+    config = LoraConfig.read(Path(path))
+    return max(config.rank, *config.rank_pattern.values(), 1)
 
 
 def adapter_digest(digests: Mapping[str, str]) -> str:
@@ -144,18 +145,21 @@ def _read_pairs(
         for each in adapted_projections(decoder_weights(config))
         for module, rows in each.modules
     }
-    tensors = _language_tensors(file.tensors, settings, problems)
+    tensors = _language_tensors(file, settings, problems)
     trained = _names_in_training(tensors, sizes)
     own = {name: module for module, name in trained.items()}
     expected = {module: name for module, name in trained.items() if settings.adapts(name)}
     if not expected and not settings.problems:
         problems.append("'target_modules' matches no linear layer of the language model")
     found: dict[tuple[str, str], TensorInfo] = {}
+    unread = unread_tensors(config)
     for name, info in tensors.items():
         match = _TENSOR.fullmatch(name)
         module = "" if match is None else own.get(match[1], "")
         if name.endswith(".bias"):
             problems.append(f"trained: {name!r:.120} {list(info.shape)}: biases of adapters are not supported")
+        elif match is not None and language_model_name(match[1]).startswith(unread):
+            continue  # of what a release of transformers made and never computed
         elif match is None or not module:
             problems.append(f"unknown: {name!r:.120} {list(info.shape)}")
         elif module in expected:
@@ -176,13 +180,15 @@ def _read_pairs(
     return pairs
 
 
-def _language_tensors(
-    tensors: Mapping[str, TensorInfo], settings: LoraConfig, problems: list[str]
-) -> dict[str, TensorInfo]:
-    """The tensors but those for encoders, which are one problem together, and those for experts, another."""
+def _language_tensors(file: SafetensorsFile, settings: LoraConfig, problems: list[str]) -> dict[str, TensorInfo]:
+    """The tensors but those for encoders, which are one problem together, and those for experts, another.
+
+    What was trained with texts alone may have pairs for encoders that change nothing: each B is as it began, zeros.
+    """
+    tensors = file.tensors
     prefixes = {name: encoder_prefix(name.removeprefix(_WHOLE_MODEL)) for name in tensors}
     vision = [name for name, prefix in prefixes.items() if prefix]
-    if vision:
+    if any(not name.endswith(".lora_A.weight") and file.bytes_of(tensors[name]).any() for name in vision):
         modules = {name.removeprefix(_WHOLE_MODEL).split(".lora_")[0] for name in vision}
         exclude = settings.excluding({prefix for prefix in prefixes.values() if prefix})
         problems.append(

@@ -71,13 +71,7 @@ class LoraConfig:
     def read(cls, folder: Path) -> LoraConfig:
         """Parse the file in `folder`; AdapterError where it is missing or not a JSON object."""
         advice = "Expected an adapter as PEFT's save_pretrained writes it"
-        values = JSONObject.read(folder / CONFIG_NAME, AdapterError, advice).values
-        return _parse(values)
-
-    @property
-    def largest_rank(self) -> int:
-        """The largest rank that a module can have."""
-        return max(self.rank, *self.rank_pattern.values(), 1)
+        return _parse(JSONObject.read(folder / CONFIG_NAME, AdapterError, advice).values)
 
     def rank_of(self, module: str) -> int:
         """The rank of the pair for a module. This, `scale_of` and `adapts` raise AdapterError for patterns that take

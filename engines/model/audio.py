@@ -98,7 +98,6 @@ class ConformerConfig(AudioConfig):
 
     @property
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids before and behind a sound's tokens."""
         return (self.begin,), (self.end,)
 
 

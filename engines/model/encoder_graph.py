@@ -7,26 +7,8 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any, Protocol
 
+from edgellm.engines.model import encoder_steps
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.encoder_steps import (
-    Activate,
-    AveragePool,
-    CenteredNorm,
-    Clip,
-    ClippedGate,
-    DropFirst,
-    EncoderAttention,
-    GatedConvolution,
-    Gather,
-    LocalAttention,
-    NormedHeads,
-    NormedResidual,
-    Prepend,
-    Product,
-    ScaledResidual,
-    StandardNorm,
-    Unfold,
-)
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.steps import Norm
 
@@ -47,7 +29,7 @@ class Running(Protocol[Tensor]):
         """See `ProgramGraph.normed_parts`."""
 
 
-def _attention(graph: Running[Tensor], step: EncoderAttention) -> Tensor:
+def _attention(graph: Running[Tensor], step: encoder_steps.EncoderAttention) -> Tensor:
     operations, given = graph.operations, graph.values
     heads, size = step.heads, step.head_size
     value, rotary, mask = given[step.value], given.get(step.rotary or ""), given.get(step.mask or "")
@@ -74,7 +56,7 @@ def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
     return tuple(min(size, rows - start) for start in range(0, rows, size))
 
 
-def _average_pool(graph: Running[Tensor], step: AveragePool) -> Tensor:
+def _average_pool(graph: Running[Tensor], step: encoder_steps.AveragePool) -> Tensor:
     operations, size, width = graph.operations, step.size, step.width
     squares, bands = step.side // size, (step.height or step.side) // size
 
@@ -88,12 +70,12 @@ def _average_pool(graph: Running[Tensor], step: AveragePool) -> Tensor:
     return operations.to_compute(mean)
 
 
-def _prepend(graph: Running[Tensor], step: Prepend) -> Tensor:
+def _prepend(graph: Running[Tensor], step: encoder_steps.Prepend) -> Tensor:
     row = graph.operations.reshape(graph.weights[step.row.name], (1, 1, *step.row.shape))
     return graph.operations.concatenate((row, graph.values[step.value]), axis=1)
 
 
-def _scaled_residual(graph: Running[Tensor], step: ScaledResidual) -> Tensor:
+def _scaled_residual(graph: Running[Tensor], step: encoder_steps.ScaledResidual) -> Tensor:
     operations, (width,) = graph.operations, step.weight.shape
     weight = operations.reshape(operations.to_float32(graph.weights[step.weight.name]), (1, 1, width))
     added = operations.multiply(operations.to_float32(graph.values[step.value]), weight)
@@ -101,7 +83,7 @@ def _scaled_residual(graph: Running[Tensor], step: ScaledResidual) -> Tensor:
     return operations.add(residual, graph.to_residual(added))
 
 
-def _product(graph: Running[Tensor], step: Product) -> Tensor:
+def _product(graph: Running[Tensor], step: encoder_steps.Product) -> Tensor:
     operations = graph.operations
     product = operations.product(graph.values[step.value], graph.weights[step.weight.name])
     return operations.to_compute(operations.scale(product, step.scale))
@@ -114,17 +96,17 @@ def _clipped(graph: Running[Tensor], value: str, bounds: WeightSpec) -> Tensor:
     return operations.to_compute(operations.clip(operations.to_float32(graph.values[value]), low, high))
 
 
-def _clip(graph: Running[Tensor], step: Clip) -> Tensor:
+def _clip(graph: Running[Tensor], step: encoder_steps.Clip) -> Tensor:
     parts = [_clipped(graph, value, bounds) for value, bounds in step.parts]
     return graph.operations.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
 
 
-def _clipped_gate(graph: Running[Tensor], step: ClippedGate) -> Tensor:
+def _clipped_gate(graph: Running[Tensor], step: encoder_steps.ClippedGate) -> Tensor:
     gate, value = (_clipped(graph, *each) for each in zip((step.gate, step.value), step.bounds, strict=True))
     return graph.operations.multiply(graph.operations.activation(gate, step.activation), value)
 
 
-def _normed_heads(graph: Running[Tensor], step: NormedHeads) -> Tensor:
+def _normed_heads(graph: Running[Tensor], step: encoder_steps.NormedHeads) -> Tensor:
     operations, heads, size = graph.operations, step.heads, step.head_size
     parts = operations.split(operations.split_heads(graph.values[step.value], 3 * heads), (heads,) * 3, axis=1)
     turned = []
@@ -137,7 +119,7 @@ def _normed_heads(graph: Running[Tensor], step: NormedHeads) -> Tensor:
     return operations.merge_heads(operations.concatenate([*turned, values], axis=1))
 
 
-def _standard_norm(graph: Running[Tensor], step: StandardNorm) -> Tensor:
+def _standard_norm(graph: Running[Tensor], step: encoder_steps.StandardNorm) -> Tensor:
     operations = graph.operations
     value = operations.scale(operations.to_float32(graph.values[step.value]), step.factor)
     if step.standard is not None:
@@ -149,20 +131,20 @@ def _standard_norm(graph: Running[Tensor], step: StandardNorm) -> Tensor:
     return operations.to_compute(operations.rms_norm(value, None, step.epsilon))
 
 
-def _centered_norm(graph: Running[Tensor], step: CenteredNorm) -> Tensor:
+def _centered_norm(graph: Running[Tensor], step: encoder_steps.CenteredNorm) -> Tensor:
     operations, weight = graph.operations, graph.weights[step.weight.name]
     normed = operations.layer_norm(graph.values[step.value], weight, operations.scale(weight, 0.0), step.epsilon)
     positive = operations.activation(normed, "relu")
     return positive if step.mask is None else operations.multiply(positive, graph.values[step.mask])
 
 
-def _normed_residual(graph: Running[Tensor], step: NormedResidual) -> Tensor:
+def _normed_residual(graph: Running[Tensor], step: encoder_steps.NormedResidual) -> Tensor:
     normed = graph.to_residual(graph.normed_parts(graph.values[step.value], (step.norm,)))
     added = normed if step.share == 1.0 else graph.operations.scale(normed, step.share)
     return graph.operations.add(graph.to_residual(graph.values[step.residual]), added)
 
 
-def _gated_convolution(graph: Running[Tensor], step: GatedConvolution) -> Tensor:
+def _gated_convolution(graph: Running[Tensor], step: encoder_steps.GatedConvolution) -> Tensor:
     operations, width = graph.operations, step.weight.shape[0]
     first, second = operations.split(graph.values[step.value], (width,) * 2, axis=2)
     gated = operations.multiply(first, operations.activation(second, "sigmoid"))
@@ -172,23 +154,27 @@ def _gated_convolution(graph: Running[Tensor], step: GatedConvolution) -> Tensor
 
 #: What gives the output of each kind of step.
 ENCODER_STEPS: dict[type, Callable[[Any, Any], Any]] = {
-    EncoderAttention: _attention,
-    AveragePool: _average_pool,
-    Prepend: _prepend,
-    ScaledResidual: _scaled_residual,
-    Product: _product,
-    Clip: _clip,
-    ClippedGate: _clipped_gate,
-    NormedHeads: _normed_heads,
-    StandardNorm: _standard_norm,
-    Gather: lambda graph, step: graph.operations.gather_rows(graph.values[step.value], graph.values[step.rows]),
-    DropFirst: lambda graph, step: graph.operations.split(graph.values[step.value], (1, step.rows), axis=1)[1],
-    Activate: lambda graph, step: graph.operations.activation(graph.values[step.value], step.activation),
-    CenteredNorm: _centered_norm,
-    NormedResidual: _normed_residual,
-    GatedConvolution: _gated_convolution,
-    LocalAttention: lambda graph, step: graph.operations.local_attention(
+    encoder_steps.EncoderAttention: _attention,
+    encoder_steps.AveragePool: _average_pool,
+    encoder_steps.Prepend: _prepend,
+    encoder_steps.ScaledResidual: _scaled_residual,
+    encoder_steps.Product: _product,
+    encoder_steps.Clip: _clip,
+    encoder_steps.ClippedGate: _clipped_gate,
+    encoder_steps.NormedHeads: _normed_heads,
+    encoder_steps.StandardNorm: _standard_norm,
+    encoder_steps.Gather: lambda graph, step: graph.operations.gather_rows(
+        graph.values[step.value], graph.values[step.rows]
+    ),
+    encoder_steps.DropFirst: lambda graph, step: graph.operations.split(
+        graph.values[step.value], (1, step.rows), axis=1
+    )[1],
+    encoder_steps.Activate: lambda graph, step: graph.operations.activation(graph.values[step.value], step.activation),
+    encoder_steps.CenteredNorm: _centered_norm,
+    encoder_steps.NormedResidual: _normed_residual,
+    encoder_steps.GatedConvolution: _gated_convolution,
+    encoder_steps.LocalAttention: lambda graph, step: graph.operations.local_attention(
         step, graph.values[step.value], graph.values[step.relative], graph.weights[step.scale.name]
     ),
-    Unfold: lambda graph, step: graph.operations.unfold(step, graph.values[step.value]),
+    encoder_steps.Unfold: lambda graph, step: graph.operations.unfold(step, graph.values[step.value]),
 }

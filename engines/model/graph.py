@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic
 
+from edgellm.engines.model import steps
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_graph import ENCODER_STEPS
@@ -16,28 +17,6 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.states import PRESENT
-from edgellm.engines.model.steps import (
-    LAST_SEEN,
-    Add,
-    AddResidual,
-    Assemble,
-    Attention,
-    Experts,
-    Input,
-    Keep,
-    Linear,
-    LinearResidual,
-    Norm,
-    Normed,
-    NormLinear,
-    NormParts,
-    Reduce,
-    Reshape,
-    Scale,
-    SideBySide,
-    SquareSums,
-    Stateful,
-)
 from edgellm.kernels.decode.contract import SQUARE_SUMS, TOKEN_SHARE
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
@@ -76,7 +55,7 @@ class ProgramGraph(Generic[Tensor]):
         for name, (_, dtype) in program.outputs.items():
             operations.output(name, operations.to_float32(values[name]) if dtype == "float32" else values[name])
 
-    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+    def _norm(self, x: Tensor, norm: steps.Norm | None) -> Tensor:
         """x itself where there is no norm."""
         if norm is None:
             return x
@@ -85,7 +64,7 @@ class ProgramGraph(Generic[Tensor]):
             return self.operations.rms_norm(x, weight, norm.epsilon, norm.offset)
         return self.operations.layer_norm(x, weight, self.weights[norm.bias.name], norm.epsilon)
 
-    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+    def _linear(self, x: Tensor, linear: steps.Linear) -> Tensor:
         """A linear layer, with LoRA adapters where the engine has them."""
         weights, shape = self.weights, self._program.shape
         bias = None if linear.bias is None else weights[linear.bias.name]
@@ -96,24 +75,24 @@ class ProgramGraph(Generic[Tensor]):
         a, b = (weights[name] for name, _ in adapted.edge(shape.lora_slots, shape.lora_rank))
         return self.operations.adapt(y, x, a, b, self.values[SCALES])
 
-    def _input(self, given: Input) -> Tensor:
+    def _input(self, given: steps.Input) -> Tensor:
         x = self.values[given.value]
         if len(given.norms) < 2:
             return self._norm(x, given.norms[0]) if given.norms else x
         return self.normed_parts(x, given.norms)
 
-    def normed_parts(self, x: Tensor, norms: tuple[Norm, ...], rest: int = 0) -> Tensor:
+    def normed_parts(self, x: Tensor, norms: tuple[steps.Norm, ...], rest: int = 0) -> Tensor:
         """x [B, T, ..] with a part for each norm, and `rest` columns behind them as they are."""
         sizes = [norm.weight.shape[0] for norm in norms]
         parts = self.operations.split(x, [*sizes, rest] if rest else sizes, axis=2)
         normed = [self._norm(part, norm) for part, norm in zip(parts, norms, strict=False)]
         return self.operations.concatenate(normed + parts[len(norms) :], axis=2)
 
-    def _keep(self, keep: Keep, x: Tensor) -> None:
+    def _keep(self, keep: steps.Keep, x: Tensor) -> None:
         self._kept.setdefault(keep.target, {})[keep.place] = x
         self.values[keep.target] = x
 
-    def _norm_linear(self, step: NormLinear) -> Tensor:
+    def _norm_linear(self, step: steps.NormLinear) -> Tensor:
         operations = self.operations
         inputs = [self._input(given) for given in step.inputs]
         if step.keep is not None:
@@ -141,7 +120,7 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.concatenate((y, behind), axis=2)
         return y
 
-    def _linear_residual(self, step: LinearResidual | AddResidual) -> Tensor:
+    def _linear_residual(self, step: steps.LinearResidual | steps.AddResidual) -> Tensor:
         operations, values = self.operations, self.values
         y = values[step.value]
         if step.residual is None:  # one rank's part
@@ -162,7 +141,7 @@ class ProgramGraph(Generic[Tensor]):
         y = operations.add(residual, y)
         return y if step.factor is None else operations.multiply(y, self.weights[step.factor.name])
 
-    def _experts(self, step: Experts) -> Tensor:
+    def _experts(self, step: steps.Experts) -> Tensor:
         operations, weights = self.operations, self.weights
         residual = None if step.residual is None else self.to_residual(self.values[step.residual])
         if step.keep is not None and residual is not None:
@@ -191,7 +170,7 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.scale(y, step.scale)
         return y if residual is None else operations.add(residual, y)
 
-    def _attention(self, step: Attention) -> Tensor | None:
+    def _attention(self, step: steps.Attention) -> Tensor | None:
         operations, given = self.operations, self.values
         heads, kv_heads, size = step.heads
         if not heads:
@@ -227,7 +206,7 @@ class ProgramGraph(Generic[Tensor]):
         keys, values, *scales = self._update_rows(step, key, value)
         scoring = Scoring(step.scale, step.cap, None if step.sinks is None else self.weights[step.sinks.name])
         if step.looks_ahead:
-            seen = given[LAST_SEEN]
+            seen = given[steps.LAST_SEEN]
             context = operations.attention_ahead(query, keys, values, start, seen, step.window, scoring, *scales)
         elif step.window is None:
             context = operations.attention(query, keys, values, mask, scoring, *scales)
@@ -237,7 +216,7 @@ class ProgramGraph(Generic[Tensor]):
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         return operations.merge_heads(context)
 
-    def _write_rows(self, step: Attention) -> None:
+    def _write_rows(self, step: steps.Attention) -> None:
         """Keys and values of a step without query heads."""
         operations, kv_heads = self.operations, step.heads[1]
         both = operations.split_heads(self.values[step.value], 2 * kv_heads)
@@ -247,7 +226,7 @@ class ProgramGraph(Generic[Tensor]):
             step, operations.rotary_embedding(key, self._rotary_rows(step)) if step.rotary else key, value
         )
 
-    def _update_rows(self, step: Attention, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def _update_rows(self, step: steps.Attention, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The layer's rows, and their scales if they have such, with new keys and values."""
         operations, given, names = self.operations, self.values, self._state_names[id(step)]
         start, wraps = given["kvcache_start_index"], step.window is not None
@@ -259,7 +238,7 @@ class ProgramGraph(Generic[Tensor]):
             operations.output(PRESENT + name, tensor)
         return keys, values, *scales
 
-    def _rotary_rows(self, step: Attention, further: int = 0) -> Tensor:
+    def _rotary_rows(self, step: steps.Attention, further: int = 0) -> Tensor:
         """The columns of the rotary rows that the layer takes, or those so many `further` on; cut once for all layers
         that take the same."""
         name, given = "rope_rotary_cos_sin", self.values
@@ -310,13 +289,13 @@ class ProgramGraph(Generic[Tensor]):
         normed = operations.merge_heads(self._norm(operations.split_heads(value, step.heads), step.norm))
         return operations.to_compute(operations.multiply(operations.to_float32(normed), gate))
 
-    def _say_committed(self, step: Stateful) -> None:
+    def _say_committed(self, step: steps.Stateful) -> None:
         """Give out the states of a step that took its tokens into them."""
         if "state_tokens" in self._program.inputs:
             for name in self._state_names[id(step)]:
                 self.operations.output(PRESENT + name, self.values[name])
 
-    def _add(self, step: Add) -> Tensor:
+    def _add(self, step: steps.Add) -> Tensor:
         operations, other = self.operations, step.other
         if isinstance(other, WeightSpec):
             added = operations.reshape(self.weights[other.name], (1, *other.shape))
@@ -324,7 +303,7 @@ class ProgramGraph(Generic[Tensor]):
             added = self.to_residual(self.values[other])
         return operations.add(self.values[step.value], added)
 
-    def _norm_parts(self, step: NormParts) -> Tensor:
+    def _norm_parts(self, step: steps.NormParts) -> Tensor:
         width = self._program.kinds[step.value][0][-1]
         widths = [norm.weight.shape[0] for norm in step.norms]
         x, rest = self.values[step.value], width - sum(widths)
@@ -349,23 +328,27 @@ class ProgramGraph(Generic[Tensor]):
 #: What computes each kind of step: it gives the step's output, or puts out nothing and returns None.
 _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     **ENCODER_STEPS,
-    Scale: lambda graph, step: graph.operations.scale(graph.to_residual(graph.values[step.value]), step.factor),
-    Add: ProgramGraph._add,
-    Normed: lambda graph, step: graph._norm(graph.values[step.value], step.norm),
-    NormParts: ProgramGraph._norm_parts,
-    NormLinear: ProgramGraph._norm_linear,
-    LinearResidual: ProgramGraph._linear_residual,
-    Reduce: lambda graph, step: graph.operations.reduce(graph.values[step.value]),
-    SquareSums: lambda graph, step: graph.operations.square_sums(graph.values[step.value], step.widths, step.counted),
-    Assemble: lambda graph, step: graph.operations.assemble(graph.values[step.value]),
-    AddResidual: ProgramGraph._linear_residual,
-    Experts: ProgramGraph._experts,
-    Attention: ProgramGraph._attention,
+    steps.Scale: lambda graph, step: graph.operations.scale(graph.to_residual(graph.values[step.value]), step.factor),
+    steps.Add: ProgramGraph._add,
+    steps.Normed: lambda graph, step: graph._norm(graph.values[step.value], step.norm),
+    steps.NormParts: ProgramGraph._norm_parts,
+    steps.NormLinear: ProgramGraph._norm_linear,
+    steps.LinearResidual: ProgramGraph._linear_residual,
+    steps.Reduce: lambda graph, step: graph.operations.reduce(graph.values[step.value]),
+    steps.SquareSums: lambda graph, step: graph.operations.square_sums(
+        graph.values[step.value], step.widths, step.counted
+    ),
+    steps.Assemble: lambda graph, step: graph.operations.assemble(graph.values[step.value]),
+    steps.AddResidual: ProgramGraph._linear_residual,
+    steps.Experts: ProgramGraph._experts,
+    steps.Attention: ProgramGraph._attention,
     ShortConvolution: ProgramGraph._short_convolution,
     GatedDelta: ProgramGraph._update_matrices,
     SelectiveScan: ProgramGraph._update_matrices,
     GatedNorm: ProgramGraph._gated_norm,
-    Reshape: lambda graph, step: graph.operations.reshape(graph.values[step.value], step.shape),
-    SideBySide: lambda graph, step: graph.operations.concatenate([graph.values[each] for each in step.values], axis=2),
+    steps.Reshape: lambda graph, step: graph.operations.reshape(graph.values[step.value], step.shape),
+    steps.SideBySide: lambda graph, step: graph.operations.concatenate(
+        [graph.values[each] for each in step.values], axis=2
+    ),
     TokenInputs: ProgramGraph._token_inputs,
 }

@@ -29,7 +29,7 @@ from edgellm.engines.model.config import FAR_SCALING, DecoderConfig
 #: Far beyond any published parameter; what is computed from them stays finite.
 _LARGEST = 1e12
 LARGEST_THETA = 1e18
-_LENGTH = "original_max_position_embeddings"
+TRAINED_LENGTH = "original_max_position_embeddings"
 
 
 def rotary_table(config: DecoderConfig, positions: int, context: int | None = None) -> np.ndarray:
@@ -55,7 +55,7 @@ def rotary_table(config: DecoderConfig, positions: int, context: int | None = No
         first += 2 * half
     if config.scales_far_queries:
         scaling = config.rope_scaling or {}
-        times = np.arange(positions) // scaling[_LENGTH]
+        times = np.arange(positions) // scaling[TRAINED_LENGTH]
         far = 1 + scaling[FAR_SCALING] * np.log1p(times)
         table[:, first:] = table[:, :first] * far[:, None]
     return table
@@ -124,7 +124,7 @@ def scaling_problems(scaling: dict[str, Any], rotary_dim: int) -> list[str]:
     return problems
 
 
-_FACTOR, _TRAINED = {"factor": ("from", 1, True)}, {_LENGTH: ("above", 1, True)}
+_FACTOR, _TRAINED = {"factor": ("from", 1, True)}, {TRAINED_LENGTH: ("above", 1, True)}
 _STRETCHED = {"factor": ("above", 0, False), "attention_factor": ("from", 0, False), **_TRAINED}
 _OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", FAR_SCALING)
 #: The parameters of each kind that are numbers: what these are at least, and whether they must be there.
@@ -164,7 +164,7 @@ def _dynamic(config: DecoderConfig, scaling: dict[str, Any], context: int) -> tu
 
 
 def _yarn(config: DecoderConfig, scaling: dict[str, Any], context: int) -> tuple[np.ndarray, float]:
-    dim, trained = config.rotary_dim, scaling[_LENGTH]
+    dim, trained = config.rotary_dim, scaling[TRAINED_LENGTH]
     factor = scaling.get("factor") or config.max_position_embeddings / trained
 
     def rotations_to_index(rotations: float) -> float:
@@ -195,7 +195,7 @@ def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
 
 
 def _longrope(config: DecoderConfig, scaling: dict[str, Any], context: int) -> tuple[np.ndarray, float]:
-    trained = scaling[_LENGTH]
+    trained = scaling[TRAINED_LENGTH]
     factors = np.asarray(scaling["long_factor" if context > trained else "short_factor"], np.float64)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
@@ -207,7 +207,7 @@ def _longrope(config: DecoderConfig, scaling: dict[str, Any], context: int) -> t
 def _llama3(config: DecoderConfig, scaling: dict[str, Any], context: int) -> tuple[np.ndarray, float]:
     frequencies, factor = _unscaled(config.rope_theta, config.rotary_dim), scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling[_LENGTH] * frequencies / (2 * math.pi)  # rotations within the trained length
+    turns = scaling[TRAINED_LENGTH] * frequencies / (2 * math.pi)  # rotations within the trained length
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return frequencies * (kept + (1 - kept) / factor), 1.0
 

@@ -158,7 +158,6 @@ class RecurrentState(LayerState):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its tensor."""
         return (f"{self.stem}_{self.index}",)
 
     @property
@@ -188,12 +187,10 @@ class ConvColumns(RecurrentState):
     stem, commit = "conv_columns", "commit_columns"
 
     def of_sequence(self, rows: int) -> Edge:
-        """The columns, whatever the rows are."""
         return dict.fromkeys(self.names, ((self.channels, self.width - 1), "float32"))
 
     @property
     def kept_names(self) -> tuple[str]:
-        """The name of what is convolved."""
         return (f"conv_inputs_{self.index}",)
 
     def kept(self, slots: int, tokens: int) -> Edge:
@@ -201,13 +198,11 @@ class ConvColumns(RecurrentState):
         return dict.fromkeys(self.kept_names, ((slots, tokens, self.channels), "float32"))
 
     def committed(self, *arrays: Array) -> tuple[Array, ...]:
-        """See `RecurrentState`."""
         from edgellm.kernels.recurrent.contract import LayerColumns  # NumPy, which the command line does without
 
         return LayerColumns(*arrays)
 
     def commit_kernels(self) -> Iterator[Kernel]:
-        """See `RecurrentState`."""
         from edgellm.kernels.recurrent.launcher import convolution_kernel
 
         yield convolution_kernel(self.commit, self.width)
@@ -230,7 +225,6 @@ class DeltaMatrix(RecurrentState):
     scans: ClassVar[bool] = False
 
     def of_sequence(self, rows: int) -> Edge:
-        """The matrices, whatever the rows are."""
         return dict.fromkeys(self.names, ((self.heads[1], self.sizes[1], self.sizes[0]), "float32"))
 
     @property
@@ -247,13 +241,11 @@ class DeltaMatrix(RecurrentState):
         return {name: ((slots, tokens, size), "float32") for name, size in widths}
 
     def committed(self, *arrays: Array) -> tuple[Array, ...]:
-        """See `RecurrentState`."""
         from edgellm.kernels.recurrent.contract import LayerMatrices  # NumPy, which the command line does without
 
         return LayerMatrices(*arrays)
 
     def commit_kernels(self) -> Iterator[Kernel]:
-        """See `RecurrentState`."""
         from edgellm.kernels.recurrent.launcher import delta_kernel
 
         return (

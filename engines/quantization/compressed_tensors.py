@@ -10,18 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.quantization import layout as layouts
 from edgellm.engines.quantization.floats import Fp8Layout, Mxfp4Layout, Nvfp4Layout
-from edgellm.engines.quantization.layout import (
-    FLOATS,
-    TABLE_CLASS,
-    WORDS,
-    Layout,
-    LinearTensors,
-    Quantization,
-    Settings,
-    Stored,
-    column_order,
-)
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpacked
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
@@ -41,7 +31,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class PackQuantized(Layout):
+class PackQuantized(layouts.Layout):
     """Integers of `bits`, packed along rows, `group` columns of which share a scale (None: all; `whole`: all rows too).
 
     Zero points are packed along columns; files of 0.9 and before have them as they are. With `ordered` each column has
@@ -55,31 +45,31 @@ class PackQuantized(Layout):
     whole: bool = False
     name: str = "pack-quantized"
 
-    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+    def tensors(self, rows: int, columns: int) -> dict[str, layouts.Stored]:
         groups = 1 if self.group is None else -(-columns // self.group)
         shapes: tuple[tuple[int, ...], ...] = ((rows, groups),) if not self.whole else ((1,), ())
         if not self.whole and self.group is None:
             shapes += ((rows,),)
         wanted = {
-            "weight_packed": Stored.of((rows, -(-columns * self.bits // 32)), *WORDS),
-            "weight_scale": Stored(tuple((shape, FLOATS) for shape in shapes)),
-            "weight_shape": Stored.of((2,), "int64", "int32"),
+            "weight_packed": layouts.Stored.of((rows, -(-columns * self.bits // 32)), *layouts.WORDS),
+            "weight_scale": layouts.Stored(tuple((shape, layouts.FLOATS) for shape in shapes)),
+            "weight_shape": layouts.Stored.of((2,), "int64", "int32"),
         }
         plain = tuple((shape, ("int8",)) for shape in shapes)
         if self.zeros:
-            packed = ((-(-rows * self.bits // 32), groups), WORDS)
-            wanted["weight_zero_point"] = Stored(plain if self.whole else (packed, *plain))
+            packed = ((-(-rows * self.bits // 32), groups), layouts.WORDS)
+            wanted["weight_zero_point"] = layouts.Stored(plain if self.whole else (packed, *plain))
         else:  # early files have zeros there
-            wanted["weight_zero_point"] = Stored(plain, optional=True)
+            wanted["weight_zero_point"] = layouts.Stored(plain, optional=True)
         if self.ordered:
-            wanted["weight_g_idx"] = Stored.of((columns,), "int32", "int64")
+            wanted["weight_g_idx"] = layouts.Stored.of((columns,), "int32", "int64")
         return wanted
 
     def format(self, scale_dtype: str) -> WeightFormat:
         codes: Codes = "int4" if self.bits == 4 else "int8"
         return WeightFormat(codes, self.group, self.zeros, scale_dtype, permuted=self.ordered)
 
-    def read(self, tensors: LinearTensors) -> StoredWeight:
+    def read(self, tensors: layouts.LinearTensors) -> StoredWeight:
         rows, columns = tensors.shape
         shape = tensors.integers("weight_shape").tolist()
         if shape != [*tensors.published]:
@@ -89,14 +79,14 @@ class PackQuantized(Layout):
         zeros = self._zeros(tensors, len(scales), scales.shape[1])
         order = None
         if self.ordered and (tensors.integers("weight_g_idx") != -1).any():  # -1 throughout: never set
-            order = column_order(tensors, "weight_g_idx", self.group)
+            order = layouts.column_order(tensors, "weight_g_idx", self.group)
         if self.whole:
             scales = np.repeat(scales, rows, 0)
             zeros = None if zeros is None else np.repeat(zeros, rows, 0)
         format = replace(self.format(tensors.dtype("weight_scale")), permuted=order is not None)
         return StoredWeight(format, (codes,), scales, zeros, order)
 
-    def _zeros(self, tensors: LinearTensors, rows: int, groups: int) -> np.ndarray | None:
+    def _zeros(self, tensors: layouts.LinearTensors, rows: int, groups: int) -> np.ndarray | None:
         """Zero points uint8 [rows, groups], counted as codes are; None where they are the middle."""
         ending, middle = "weight_zero_point", 1 << self.bits - 1
         if not self.zeros:
@@ -114,7 +104,7 @@ class PackQuantized(Layout):
 class _Target:
     """A module's name, a pattern of names, or the class of all linear layers; `rank` says which counts first."""
 
-    def __init__(self, text: str, settings: Settings) -> None:
+    def __init__(self, text: str, settings: layouts.Settings) -> None:
         self._text = text
         self._pattern = settings.pattern(text.removeprefix("re:")) if text.startswith("re:") else None
         self.rank = 2 if text == _CLASS else 0 if self._pattern is None else 1
@@ -126,12 +116,12 @@ class _Target:
         return self._text in names or self._text == _CLASS
 
 
-class CompressedTensors(Quantization):
+class CompressedTensors(layouts.Quantization):
     """Groups of targets, each with a scheme; what is ignored is dense."""
 
     method = "compressed-tensors"
 
-    def __init__(self, settings: Settings, dtype: str) -> None:
+    def __init__(self, settings: layouts.Settings, dtype: str) -> None:
         ignored = settings.names("ignore")
         #: Names of modules, of which there may be hundreds, and what else is ignored.
         self._ignored_names = frozenset(ignored)
@@ -145,7 +135,7 @@ class CompressedTensors(Quantization):
         top = settings.values.get("format")
         groups = settings.inner("config_groups")
         #: By each target in turn, the layout that it gives a module.
-        self._targets: list[tuple[_Target, Layout | None]] = []
+        self._targets: list[tuple[_Target, layouts.Layout | None]] = []
         inputs = False
         for name in groups.values:
             group = groups.inner(name)
@@ -153,13 +143,13 @@ class CompressedTensors(Quantization):
             layout = None if top == "dense" else _layout(group, top, dtype)
             for target in group.names("targets"):
                 if target in ("Conv2d", "Conv1d"):
-                    raise group.refused("targets", f"names, patterns, {_CLASS!r} or {TABLE_CLASS!r}", _ADVICE)
+                    raise group.refused("targets", f"names, patterns, {_CLASS!r} or {layouts.TABLE_CLASS!r}", _ADVICE)
                 self._targets.append((_Target(target, group), layout))
         # as the package orders them: a module's own name, patterns, then its class
         self._targets.sort(key=lambda item: item[0].rank)
         self.notes = used_notes(inputs, bool(settings.values.get("kv_cache_scheme")))
 
-    def layout(self, names: tuple[str, ...]) -> Layout | None:
+    def layout(self, names: tuple[str, ...]) -> layouts.Layout | None:
         """The layout of the first target that fits, unless the module is ignored."""
         if not self._ignored_names.isdisjoint(names) or any(ignored.fits(names) for ignored in self._ignored):
             return None
@@ -172,15 +162,15 @@ def used_notes(inputs: bool, caches: bool) -> tuple[str, ...]:
     return notes + (("The scales of KV caches are not used.",) if caches else ())
 
 
-def _layout(group: Settings, top: Any, dtype: str) -> Layout | None:
+def _layout(group: layouts.Settings, top: Any, dtype: str) -> layouts.Layout | None:
     """The layout of one group of `config_groups`; CheckpointError names what is not read."""
     if group.values.get("weights") is None:
         return None
     weights, kind = group.inner("weights"), group.values.get("format") or top
     if not isinstance(kind, str | None):
-        raise Settings({"format": kind}, group.place).refused("format", "a layout's name", _ADVICE)
+        raise layouts.Settings({"format": kind}, group.place).refused("format", "a layout's name", _ADVICE)
     if kind in _UNREAD:
-        place = group if group.values.get("format") else Settings({"format": kind}, group.place)
+        place = group if group.values.get("format") else layouts.Settings({"format": kind}, group.place)
         raise place.refused("format", f"a layout of weights alone ({_UNREAD[kind]} is not read)", _ADVICE)
     bits, number = weights.values.get("num_bits"), weights.choice("type", ("int", "float"), "int")
     group_size = weights.group(default=-1)

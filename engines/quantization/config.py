@@ -49,8 +49,8 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
     if not isinstance(values, dict):
         raise CheckpointError(f"{place}{key} is {values!r:.60}, expected an object")
     named = values.get("quant_method")
-    if named is None and "config_groups" in values:  # as early releases wrote it
-        named = "compressed-tensors"
+    if named is None and "config_groups" in values:  # as early releases of both packages wrote it
+        named = "modelopt" if "quant_algo" in values else "compressed-tensors"
     method = str(named).lower()
     method = _OTHER_NAMES.get(method, method)
     made = _METHODS.get(method)
@@ -68,7 +68,7 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
 def quantization_settings(config: dict[str, Any]) -> tuple[str, Any]:
     """The key under which a `config.json` says how weights are quantized, and what it says; "" and None where it does
     not."""
-    found = ((key, values[key]) for values in _objects(config) for key in _KEYS if values.get(key))
+    found = ((key, values[key]) for values in objects(config) for key in _KEYS if values.get(key))
     return next(found, ("", None))
 
 
@@ -77,7 +77,7 @@ def folder_quantization(path: Path) -> Quantization | None:
     return read_quantization(path, JSONObject.read(path / "config.json", CheckpointError).values)
 
 
-def _objects(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+def objects(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """A configuration, and that of its language model where it is inside."""
     text = config.get("text_config")
     return (config, text) if isinstance(text, dict) else (config,)
@@ -85,5 +85,5 @@ def _objects(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 def _dtype(config: dict[str, Any]) -> str:
     """The model's own, in which some packages round weights."""
-    named = (values.get(key) for values in _objects(config) for key in ("dtype", "torch_dtype"))
+    named = (values.get(key) for values in objects(config) for key in ("dtype", "torch_dtype"))
     return next((str(name) for name in named if name in _DTYPES), "bfloat16")

@@ -67,7 +67,6 @@ def _factors(kind: str, data: np.ndarray) -> np.ndarray:
 
 
 def _exponent(data: np.ndarray) -> _Scales:
-    """An exponent."""
     return (np.ldexp(1.0, data[..., :1].astype(np.int32) - 127).astype(np.float32),)
 
 

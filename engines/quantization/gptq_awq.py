@@ -13,17 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.quantization.layout import (
-    FLOATS,
-    WORDS,
-    Layout,
-    LinearTensors,
-    Quantization,
-    Settings,
-    Stored,
-    column_order,
-    in_decoder,
-)
+from edgellm.engines.quantization import layout as layouts
 from edgellm.engines.quantization.stored import Arrangement, StoredCodes, StoredWeight, awq_order, unpacked
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
@@ -32,7 +22,7 @@ _KERNELS = ("exllamav2", "triton", "tritonv2")
 
 
 @dataclass(frozen=True)
-class _Words(Layout):
+class _Words(layouts.Layout):
     """Codes `qweight` and zero points `qzeros` [groups, N bits / 32] in words of int32, `scales` [groups, N]; `group`
     columns share a scale, or all. `symmetric`: each zero point is the middle of the range."""
 
@@ -41,18 +31,18 @@ class _Words(Layout):
     symmetric: bool
     scale_tensor = "scales"
 
-    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+    def tensors(self, rows: int, columns: int) -> dict[str, layouts.Stored]:
         groups = 1 if self.group is None else columns // self.group
         return {
-            "qzeros": Stored.of((groups, rows * self.bits // 32), *WORDS),
-            "scales": Stored.of((groups, rows), *FLOATS),
+            "qzeros": layouts.Stored.of((groups, rows * self.bits // 32), *layouts.WORDS),
+            "scales": layouts.Stored.of((groups, rows), *layouts.FLOATS),
         }
 
     def format(self, scale_dtype: str) -> WeightFormat:
         codes: Codes = "int4" if self.bits == 4 else "int8"
         return WeightFormat(codes, self.group, not self.symmetric, scale_dtype)
 
-    def _read(self, tensors: LinearTensors, arrangement: Arrangement, zeros: np.ndarray) -> StoredWeight:
+    def _read(self, tensors: layouts.LinearTensors, arrangement: Arrangement, zeros: np.ndarray) -> StoredWeight:
         """The weight of codes in an arrangement, with `zeros` uint8 [groups, N]."""
         if self.symmetric:
             middle = 1 << self.bits - 1
@@ -71,14 +61,14 @@ class AwqGemm(_Words):
 
     name: str = "AWQ gemm"
 
-    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        return {"qweight": Stored.of((columns, rows // 8), *WORDS)} | super().tensors(rows, columns)
+    def tensors(self, rows: int, columns: int) -> dict[str, layouts.Stored]:
+        return {"qweight": layouts.Stored.of((columns, rows // 8), *layouts.WORDS)} | super().tensors(rows, columns)
 
     def problem(self, rows: int, columns: int) -> str | None:
         shared = f"8 does not divide its {rows} rows, which share words" if rows % 8 else None
         return super().problem(rows, columns) or shared
 
-    def read(self, tensors: LinearTensors) -> StoredWeight:
+    def read(self, tensors: layouts.LinearTensors) -> StoredWeight:
         rows = tensors.shape[0]
         return self._read(tensors, "awq", unpacked(tensors.integers("qzeros"), 4, 1, rows)[:, awq_order(rows)])
 
@@ -93,12 +83,12 @@ class Gptq(_Words):
     index_optional: bool = False
     name: str = "GPTQ"
 
-    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+    def tensors(self, rows: int, columns: int) -> dict[str, layouts.Stored]:
         optional = self.index_optional and not self.ordered
         return {
-            "qweight": Stored.of((columns * self.bits // 32, rows), *WORDS),
+            "qweight": layouts.Stored.of((columns * self.bits // 32, rows), *layouts.WORDS),
             **super().tensors(rows, columns),
-            "g_idx": Stored.of((columns,), "int32", "int64", optional=optional),
+            "g_idx": layouts.Stored.of((columns,), "int32", "int64", optional=optional),
         }
 
     def format(self, scale_dtype: str) -> WeightFormat:
@@ -111,21 +101,21 @@ class Gptq(_Words):
                 problem = f"{each} does not divide its {count} {what}, which share words"
         return problem
 
-    def read(self, tensors: LinearTensors) -> StoredWeight:
+    def read(self, tensors: layouts.LinearTensors) -> StoredWeight:
         zeros = unpacked(tensors.integers("qzeros"), self.bits, 1, tensors.shape[0])
         weight = self._read(tensors, "columns", (zeros + np.uint8(self.shift)) & np.uint8((1 << self.bits) - 1))
-        order = column_order(tensors, "g_idx", self.group) if tensors.has("g_idx") else None
+        order = layouts.column_order(tensors, "g_idx", self.group) if tensors.has("g_idx") else None
         if order is not None and not self.ordered:
             raise tensors.error("g_idx", "columns in another order than their groups'", "order, as desc_act is false")
         return replace(weight, format=replace(weight.format, permuted=order is not None), order=order)
 
 
-class Awq(Quantization):
+class Awq(layouts.Quantization):
     """All linear layers of the decoder but those whose names hold one of `modules_to_not_convert`."""
 
     method = "awq"
 
-    def __init__(self, settings: Settings, dtype: str) -> None:
+    def __init__(self, settings: layouts.Settings, dtype: str) -> None:
         settings.choice("bits" if "bits" in settings.values else "w_bit", (4,))
         kind = str(settings.values.get("version", "gemm")).lower()
         if kind not in ("gemm", "exllama", "ipex"):  # the others' tensors are laid out for kernels of their own
@@ -135,18 +125,18 @@ class Awq(Quantization):
         self._layout = AwqGemm(4, settings.group(key, 128), symmetric)
         self._dense = settings.names("modules_to_not_convert")
 
-    def layout(self, names: tuple[str, ...]) -> Layout | None:
-        is_packed = in_decoder(names[0]) and not any(part in name for part in self._dense for name in names)
+    def layout(self, names: tuple[str, ...]) -> layouts.Layout | None:
+        is_packed = layouts.in_decoder(names[0]) and not any(part in name for part in self._dense for name in names)
         return self._layout if is_packed else None
 
 
-class GptqModel(Quantization):
+class GptqModel(layouts.Quantization):
     """All linear layers of the decoder, but for what rules of `dynamic` say: patterns, of which the first that fits
     leaves a module dense ("-:") or changes its settings."""
 
     method = "gptq"
 
-    def __init__(self, settings: Settings, dtype: str) -> None:
+    def __init__(self, settings: layouts.Settings, dtype: str) -> None:
         kind = settings.values.get("checkpoint_format") or settings.values.get("format") or "gptq"
         if kind not in ("gptq", "gptq_v2"):
             key = "checkpoint_format" if settings.values.get("checkpoint_format") else "format"
@@ -156,35 +146,35 @@ class GptqModel(Quantization):
         self._layout = self._made(settings)
         self._parts = tuple(f".{part}" for part in _flat(settings))
         rules = settings.inner("dynamic")
-        self._rules: list[tuple[re.Pattern[str], Layout | None]] = []
+        self._rules: list[tuple[re.Pattern[str], layouts.Layout | None]] = []
         for text in rules.values:
             pattern = settings.pattern(re.sub(r"^[-+]:", "", text))
             if text.startswith("-:"):
                 self._rules.append((pattern, None))
             else:
-                own = Settings({**settings.values, **rules.inner(text).values}, f"{rules.place}: {text}")
+                own = layouts.Settings({**settings.values, **rules.inner(text).values}, f"{rules.place}: {text}")
                 self._rules.append((pattern, self._made(own)))
 
-    def _made(self, settings: Settings) -> Gptq:
+    def _made(self, settings: layouts.Settings) -> Gptq:
         if settings.values.get("bits") not in (4, 8):
             raise settings.refused("bits", "4 or 8", "Take a release of 4 or 8 bits: GPTQ of others is not read")
         symmetric, ordered = settings.switch("sym", True), settings.switch("desc_act", False)
         return Gptq(settings.values["bits"], settings.group(default=128), symmetric, ordered, self._shift)
 
-    def layout(self, names: tuple[str, ...]) -> Layout | None:
+    def layout(self, names: tuple[str, ...]) -> layouts.Layout | None:
         is_listed = not self._parts or names[0].endswith(self._parts)
-        if not ((in_decoder(names[0]) and is_listed) or (self._head and names[0] == "lm_head")):
+        if not ((layouts.in_decoder(names[0]) and is_listed) or (self._head and names[0] == "lm_head")):
             return None
         found = (layout for pattern, layout in self._rules if any(pattern.match(name) for name in names))
         return next(found, self._layout)
 
 
-def _flat(settings: Settings) -> tuple[str, ...]:
+def _flat(settings: layouts.Settings) -> tuple[str, ...]:
     """The parts of a layer that are packed, where `modules_in_block_to_quantize` lists them, nested or not."""
     key = "modules_in_block_to_quantize"
     given = settings.values.get(key)
     lists = given if isinstance(given, list) and all(isinstance(each, list) for each in given) else [given]
-    return tuple(name for each in lists for name in Settings({key: each}, settings.place).names(key))
+    return tuple(name for each in lists for name in layouts.Settings({key: each}, settings.place).names(key))
 
 
 #: By how AutoRound packs in GPTQ's layout, what zero points are stored less: its own way keeps them as they are.
@@ -198,22 +188,24 @@ def _packing(values: Mapping[str, Any]) -> str:
     if named == "auto":
         return "gptq"
     parts = str(named).replace("auto-round", "auto_round").replace("autoround", "auto_round").split(":")
-    layouts = [part.removeprefix("auto_") for part in parts if part not in _KERNELS]
-    return ":".join(layouts[1:] if layouts[:1] == ["round"] else layouts)
+    kept = [part.removeprefix("auto_") for part in parts if part not in _KERNELS]
+    return ":".join(kept[1:] if kept[:1] == ["round"] else kept)
 
 
-class AutoRound(Quantization):
+class AutoRound(layouts.Quantization):
     """Linear layers in blocks, in GPTQ's or AWQ's layout, single ones with settings of their own (`extra_config`)."""
 
     method = "auto-round"
 
-    def __init__(self, settings: Settings, dtype: str) -> None:
+    def __init__(self, settings: layouts.Settings, dtype: str) -> None:
         blocks = settings.values.get("block_name_to_quantize")
         listed = blocks.split(",") if isinstance(blocks, str) else settings.names("block_name_to_quantize")
         self._blocks = tuple(name.strip() for name in listed)
         extra = settings.inner("extra_config")
         self._own = {
-            name: self._made(Settings({**settings.values, **extra.inner(name).values}, f"{extra.place}: {name}"))
+            name: self._made(
+                layouts.Settings({**settings.values, **extra.inner(name).values}, f"{extra.place}: {name}")
+            )
             for name in extra.values
         }
         self._patterns = [
@@ -221,7 +213,7 @@ class AutoRound(Quantization):
         ]
         self._layout = self._made(settings)
 
-    def _made(self, settings: Settings) -> Layout | None:
+    def _made(self, settings: layouts.Settings) -> layouts.Layout | None:
         bits = settings.values.get("bits")
         if isinstance(bits, int) and bits >= 16:
             return None
@@ -240,7 +232,7 @@ class AutoRound(Quantization):
             "packing_format", "'auto_round:auto_gptq', 'auto_round:auto_awq', 'auto_round:exllamav2' or 'auto_round'"
         )
 
-    def layout(self, names: tuple[str, ...]) -> Layout | None:
+    def layout(self, names: tuple[str, ...]) -> layouts.Layout | None:
         """A layer's own, else that of its blocks."""
         for name in names:
             if name in self._own:
@@ -249,5 +241,5 @@ class AutoRound(Quantization):
             if any(pattern.search(name) for name in names):
                 return layout
         if not self._blocks:
-            return self._layout if in_decoder(names[0]) else None
+            return self._layout if layouts.in_decoder(names[0]) else None
         return self._layout if any(name.startswith(f"{block}.") for block in self._blocks for name in names) else None

@@ -64,7 +64,6 @@ class StoredWeight:
 
     @cached_property
     def levels(self) -> Levels | None:
-        """See `PackedWeight`."""
         return self.read_levels and self.read_levels()
 
     @cached_property

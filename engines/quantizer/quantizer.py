@@ -33,24 +33,11 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.config import quantization_settings
+from edgellm.engines.quantizer import layers as model_layers
 from edgellm.engines.quantizer import written_layout
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantizer.feedback import quantize_in_turn
-from edgellm.engines.quantizer.layers import (
-    DENSE_PARTS,
-    DENSE_PATTERN,
-    experts_of,
-    head_shapes,
-    is_eagle_head,
-    layer_specs,
-    layer_tensors,
-    layer_weights,
-    packed_linears,
-    published_name,
-    router_patterns,
-    scale_layer,
-)
 from edgellm.engines.quantizer.options import QuantizationOptions, check_groups, check_options, columns_of
 from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
@@ -112,7 +99,7 @@ def quantize_checkpoint(
     refuse_quantized(source)
     check_checkpoint_places(source, target, force)
     with Checkpoint.open(source) as checkpoint:
-        is_head = is_eagle_head(checkpoint)
+        is_head = model_layers.is_eagle_head(checkpoint)
         run = _Run(checkpoint, target, options, force, progress, arithmetic)
         advice = "" if is_head else ". The layers that were done are kept: give the command again to go on"
         with explained(f"{target} was not written", CheckpointError, advice, names_file=True):
@@ -162,7 +149,7 @@ class _Run:
                 "has no texts for it. Take --method rtn"
             )
         check_options(options, ())
-        shapes = head_shapes(checkpoint)
+        shapes = model_layers.head_shapes(checkpoint)
         check_groups({name: columns for name, (_, columns) in shapes.items()}, options)
         done, count = itertools.count(1), len(shapes)
         self.progress("layers", 0, count)
@@ -170,7 +157,7 @@ class _Run:
         def advance(rows: int) -> None:
             self.progress("layers", next(done), count)
 
-        tensors = packed_linears(checkpoint, shapes, self.format, advance, self.arithmetic)
+        tensors = model_layers.packed_linears(checkpoint, shapes, self.format, advance, self.arithmetic)
         return self._assemble(shapes.keys(), ["lm_head"], tensors)
 
     def model(self, texts: Sequence[Sequence[int]], restart: bool) -> QuantizationReport:
@@ -211,12 +198,14 @@ class _Run:
             rows = CalibrationRows(config, checkpoint, texts, *observed)
         for index in due if rows is None else range(due[-1] + 1):
             program = programs[index]
-            weights = layer_weights(checkpoint, program)
+            weights = model_layers.layer_weights(checkpoint, program)
             if rows is not None and index not in due:
                 rows.pass_layer(index, weights)
                 continue
             seen = {} if rows is None else rows.observe_layer(index, weights)
-            counts = [seen[linear.name].rows if linear.name in seen else 0 for linear, _ in experts_of(program)]
+            counts = [
+                seen[linear.name].rows if linear.name in seen else 0 for linear, _ in model_layers.experts_of(program)
+            ]
             metadata = {EXPERTS_CHOSEN: json.dumps(counts)} if counts and seen else {}
             work.write(index, self._quantized(program, weights, seen), metadata)
             done += 1
@@ -228,9 +217,9 @@ class _Run:
     ) -> dict[str, StoredTensor]:
         """The tensors of a layer, quantized; the `weights` are changed, and what was `seen` is let go of."""
         checkpoint, arithmetic, method = self.checkpoint, self.arithmetic, self.options.method
-        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in layer_specs(program)}
+        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in model_layers.layer_specs(program)}
         if method != "rtn":
-            seen = scale_layer(program, weights, seen, self.format, dtypes, arithmetic)
+            seen = model_layers.scale_layer(program, weights, seen, self.format, dtypes, arithmetic)
 
         def quantize(name: str, weight: np.ndarray) -> PackedWeight:
             if name not in seen:  # without texts, or an expert that none of them reached
@@ -239,7 +228,7 @@ class _Run:
                 return quantize_in_turn(weight, self.format, seen.pop(name), arithmetic)
             return arithmetic.quantize_rows(weight, self.format, seen[name].factors)
 
-        return layer_tensors(checkpoint, program, weights, quantize)
+        return model_layers.layer_tensors(checkpoint, program, weights, quantize)
 
     def _assemble(
         self, done: Collection[str], ignored: list[str], tensors: dict[str, StoredTensor], layers: Sequence[Path] = ()
@@ -248,7 +237,7 @@ class _Run:
         files `layers`, with an index of all, and the source's other files."""
         checkpoint = self.checkpoint
         others = {
-            published_name(name, info): StoredTensor(info.dtype, _elements(checkpoint, name))
+            model_layers.published_name(name, info): StoredTensor(info.dtype, _elements(checkpoint, name))
             for name, info in checkpoint.tensors.items()
             if name not in done
         }
@@ -295,8 +284,8 @@ def _ignored(checkpoint: Checkpoint, config: DecoderConfig) -> list[str]:
     parts = {prefix.split(".")[-2] for prefix in ENCODER_PREFIXES if any(name.startswith(prefix) for name in published)}
     heads = [prefix for prefix in unread_tensors(config) if any(name.startswith(prefix) for name in published)]
     patterns = [f"re:.*{part}[.].*" for part in sorted(parts)] + [f"re:^{re.escape(prefix)}.*" for prefix in heads]
-    dense = [DENSE_PATTERN] if any(name.endswith(DENSE_PARTS) for name in published) else []
-    return ["lm_head", *patterns, *dense, *router_patterns(config)]
+    dense = [model_layers.DENSE_PATTERN] if any(name.endswith(model_layers.DENSE_PARTS) for name in published) else []
+    return ["lm_head", *patterns, *dense, *model_layers.router_patterns(config)]
 
 
 def _copy_others(source: Path, folder: Path) -> list[str]:

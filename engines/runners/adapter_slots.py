@@ -185,11 +185,9 @@ class AdaptedRunner:
             self._adapter_slots(name).assign(slot, name)
 
     def adapter_digest(self, name: str | None) -> str | None:
-        """See `AdapterSlots.digest`."""
         return None if name is None else self._adapter_slots(name).digest(name)
 
     def has_adapter_place(self, name: str | None, *slots: int) -> bool:
-        """See `AdapterSlots.has_place`."""
         return name is None or self._adapter_slots(name).has_place(name, *slots)
 
     def _adapter_slots(self, name: str | None) -> AdapterSlots:

@@ -276,7 +276,6 @@ class BaseEngineRunner(PrefillingRunner):
         return self._stages[key]
 
     def _choice_step(self, batch: int, plain: bool) -> Stages:
-        """The second half."""
         key = "choice", batch, plain
         if key not in self._stages:
             name = f"choice for {batch} sequences, {'greedy' if plain else 'sampled'}"
@@ -354,7 +353,6 @@ class BaseEngineRunner(PrefillingRunner):
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)
 
     def _decode_shape(self, batch: int, adapts: bool) -> EngineShape:
-        """The decode engine of the largest key range."""
         shape = self._decode_shapes.get((batch, adapts))
         if shape is None:
             plain = self.limits.base_shape("decode", batch, 1, self.limits.key_ranges[-1])

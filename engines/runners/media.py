@@ -244,7 +244,6 @@ def place_media(
 def _spans_of(
     prompt_ids: np.ndarray, kind: MediaKind, media: Sequence[MediaEmbeddings], config: DecoderConfig
 ) -> list[MediaSpan]:
-    """The spans of one kind; see `place_media`."""
     name, counts = kind.name, [each.rows.shape[0] for each in media]
     found = np.flatnonzero(prompt_ids == kind.token_id)
     if len(found) != sum(counts):

@@ -8,17 +8,7 @@ from typing import Any, NamedTuple
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.states import (
-    PRESENT,
-    Edge,
-    KVRows,
-    LayerState,
-    WindowRows,
-    exchange_sizes,
-    kept_edge,
-    recurrent_states,
-    state_edge,
-)
+from edgellm.engines.model import states
 from edgellm.engines.runners.captured_steps import in_order
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.arrays import Array, leading
@@ -28,7 +18,7 @@ from edgellm.kernels.recurrent.contract import AcceptedPath
 #: The arrays by name in which a step keeps what a commit asks for; none of a model that attends in every layer.
 Kept = Mapping[str, Array]
 #: What makes zeroed arrays of shapes and dtypes by name.
-_Zeros = Callable[[Edge], dict[str, Array]]
+_Zeros = Callable[[states.Edge], dict[str, Array]]
 
 
 class SlotRows(NamedTuple):
@@ -44,16 +34,16 @@ class SlotRows(NamedTuple):
 class ReplayInputs:
     """Memory for what steps of up to `tokens` tokens in up to `slots` slots keep of their inputs for a commit."""
 
-    def __init__(self, zeros: _Zeros, layers: Sequence[LayerState], slots: int, tokens: int) -> None:
+    def __init__(self, zeros: _Zeros, layers: Sequence[states.LayerState], slots: int, tokens: int) -> None:
         """`zeros` makes the arrays."""
-        self._layers = recurrent_states(layers)
-        edge = kept_edge(self._layers, slots, tokens)
-        rows: Edge = {name: ((slots * tokens, shape[2]), dtype) for name, (shape, dtype) in edge.items()}
+        self._layers = states.recurrent_states(layers)
+        edge = states.kept_edge(self._layers, slots, tokens)
+        rows: states.Edge = {name: ((slots * tokens, shape[2]), dtype) for name, (shape, dtype) in edge.items()}
         self._buffers = zeros(rows) if rows else {}
 
     def of(self, batch: int, tokens: int) -> Kept:
         """The arrays [batch, tokens, ...] of a step of that size."""
-        edge = kept_edge(self._layers, batch, tokens)
+        edge = states.kept_edge(self._layers, batch, tokens)
         return {name: self._buffers[name][: batch * tokens].reshape(*shape) for name, (shape, _) in edge.items()}
 
 
@@ -68,7 +58,7 @@ class ModelStates:
     def __init__(
         self,
         backend: Backend,
-        layers: Sequence[LayerState],
+        layers: Sequence[states.LayerState],
         slots: int,
         rows: int,
         starts: Array,
@@ -76,24 +66,24 @@ class ModelStates:
     ) -> None:
         """`is_base`: the layers are those that several GPUs may share."""
         self._backend, self._layers, self._starts = backend, tuple(layers), starts
-        edge = state_edge(layers, slots, rows)
+        edge = states.state_edge(layers, slots, rows)
         self._zeros_of: _Zeros = backend.shared_zeros if is_base else backend.zeros_side_by_side
         self.tensors = self._zeros_of(edge)
         self._dtypes = {name: dtype for name, (_, dtype) in edge.items()}
         self._views: dict[int, dict[str, Array]] = {}
         self._spare: dict[str, Array] = {}
         if slots > 1:
-            sizes = {"int32": 1} | exchange_sizes(edge)
+            sizes = {"int32": 1} | states.exchange_sizes(edge)
             self._spare = {dtype: backend.empty((size,), dtype) for dtype, size in sizes.items()}
-        self._rings = {name for state in layers if isinstance(state, WindowRows) for name in state.names}
+        self._rings = {name for state in layers if isinstance(state, states.WindowRows) for name in state.names}
         #: The last tensor of each layer.
         self.last_of = {state.index: state.names[-1] for state in layers}
-        recurrent = recurrent_states(layers)
+        recurrent = states.recurrent_states(layers)
         self._recurrent = {name: kind for state in recurrent for name, kind in state.tensors(slots, rows).items()}
         self._zeros: Array | None = None
         self._first: Array | None = None
         if recurrent:
-            self._zeros = backend.zeros((max(exchange_sizes(self._recurrent).values()),), "float32")
+            self._zeros = backend.zeros((max(states.exchange_sizes(self._recurrent).values()),), "float32")
             self._first = backend.zeros((slots, 1), "int32")
 
     @property
@@ -106,7 +96,7 @@ class ModelStates:
         committed later changes rows alone, and keeps its inputs in `kept`."""
         parts = {name: tensor[slots] for name, tensor in self.tensors.items()}
         changed = (name for name in parts if kept is None or name not in self._recurrent)
-        return parts | {PRESENT + name: parts[name] for name in changed} | dict(kept or {})
+        return parts | {states.PRESENT + name: parts[name] for name in changed} | dict(kept or {})
 
     def kept_inputs(self, slots: int, tokens: int) -> ReplayInputs:
         """Memory for what steps of these states keep."""
@@ -158,13 +148,13 @@ class ModelStates:
         """What takes the first `counts` [B] of the tokens `indices` [B, N] of a step, in this order, into the recurrent
         states of the slots, from what was `kept` of the step."""
         commits: dict[str, list[tuple[Array, ...]]] = {}
-        for state in recurrent_states(self._layers):
+        for state in states.recurrent_states(self._layers):
             arrays = *(self.tensors[name][slots] for name in state.names), *(kept[name] for name in state.kept_names)
             commits.setdefault(state.commit, []).append(state.committed(*arrays))
         kernels, replayed = self._backend.recurrent, AcceptedPath(indices, counts)
         return in_order([getattr(kernels, commit)(layers, replayed) for commit, layers in commits.items()])
 
-    def saved(self, tokens: int) -> Edge:
+    def saved(self, tokens: int) -> states.Edge:
         """What a snapshot holds of a slot of so many tokens: tensors [groups, rows, size]."""
         compute = self._backend.compute_dtype
         return {
@@ -178,7 +168,7 @@ class ModelStates:
         first of them of a text of `held`, of which windows have the latest rows."""
         views = self._of_slot(slot)
         for layer in self._layers:
-            count = tokens if held is None or not isinstance(layer, WindowRows) else held
+            count = tokens if held is None or not isinstance(layer, states.WindowRows) else held
             for name, (shape, _) in layer.saved(count).items():
                 if name in views:
                     yield SlotRows(name, views[name], shape[-2], layer.first_saved(count))
@@ -186,7 +176,7 @@ class ModelStates:
     def shared_rows(self, slot: int, layer: int, tokens: int, owner: object) -> tuple[SharedArray, SharedArray]:
         """Keys and values [1, key-value heads, N, D] of a slot's first N = `tokens` tokens in an attention layer, where
         they are; they keep `owner`. Raises EngineError for a layer that has no such rows, or not as they are read."""
-        rows = next((each for each in self._layers if each.index == layer and isinstance(each, KVRows)), None)
+        rows = next((each for each in self._layers if each.index == layer and isinstance(each, states.KVRows)), None)
         if rows is None:
             raise EngineError(f"layer {layer} keeps no keys and values: name layers of attention")
         if rows.dtype != "compute":
@@ -194,7 +184,9 @@ class ModelStates:
                 f"layer {layer} keeps its keys and values as {rows.dtype}, which nobody else reads: open the model "
                 "with kv_cache='compute'"
             )
-        if isinstance(rows, WindowRows) and tokens > rows.reach:  # behind it a step begins at the ring's first row
+        if (
+            isinstance(rows, states.WindowRows) and tokens > rows.reach
+        ):  # behind it a step begins at the ring's first row
             raise EngineError(
                 f"layer {layer} keeps its rows in a ring, in which {tokens} tokens are not in their order: prefill at "
                 f"most {rows.reach}, or name layers without a window"
@@ -209,7 +201,7 @@ class ModelStates:
         """The same of the recurrent states alone, which are as large after any number of tokens."""
         return (each for each in self.of_slot(slot, 0) if each.name in self._recurrent)
 
-    def cut(self, held: int, wanted: int, kind: type[LayerState] | None = None) -> int:
+    def cut(self, held: int, wanted: int, kind: type[states.LayerState] | None = None) -> int:
         """Which place, at most `wanted`, the states of `held` tokens, all or those of a kind, can be cut to."""
         for layer in self._layers:
             if kind is None or isinstance(layer, kind):
@@ -219,11 +211,11 @@ class ModelStates:
     @property
     def window_reach(self) -> int:
         """How many tokens' rows a snapshot holds in layers that look back on a window; 0 without such layers."""
-        return max((layer.reach for layer in self._layers if isinstance(layer, WindowRows)), default=0)
+        return max((layer.reach for layer in self._layers if isinstance(layer, states.WindowRows)), default=0)
 
     def cut_windows(self, held: int, wanted: int) -> int:
         """Cuts as `cut` does, the layers that look back on a window alone."""
-        return self.cut(held, wanted, WindowRows)
+        return self.cut(held, wanted, states.WindowRows)
 
     def clear(self) -> None:
         """Let go of the memory."""

@@ -72,7 +72,6 @@ class CudaAcceptance(Launcher):
         self._launch(Kernel(TREE_LOGITS, "process_tree_logits"), self._node_grid(sizes), _ROW_THREADS, (packed,))
 
     def accept_workspace_size(self, batch: int, tree_size: int) -> int:
-        """Bytes of the workspace of every kernel but `draft_sample`."""
         return _ROW_BYTES * batch * tree_size
 
     def eagle_accept(self, logits, tree, active, accepted, workspace):

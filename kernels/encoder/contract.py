@@ -19,7 +19,7 @@ A call gives what enqueues it, so that an encoder's launches are prepared once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
@@ -41,6 +41,16 @@ ACTIVATION_MACROS = (
 )
 
 Launchable = Callable[[], None]
+
+#: Rows as they come, in float32, with zeros behind, and those that others are made of; a number for each column, what
+#: values are kept within, and query, key and value heads.
+Rows: TypeAlias = Annotated[OwnArray, "RK mixed"]
+FloatRows: TypeAlias = Annotated[OwnArray, "RK float32"]
+PaddedRows: TypeAlias = Annotated[OwnArray, "RP mixed"]
+GivenRows: TypeAlias = Annotated[OwnArray, "SK mixed"]
+OfColumns: TypeAlias = Annotated[OwnArray, "K compute"]
+Bounds: TypeAlias = Annotated[OwnArray, "B compute"]
+Heads: TypeAlias = Annotated[OwnArray, "3GRD compute"]
 
 
 def padded_width(columns: int) -> int:
@@ -195,12 +205,12 @@ class EncoderKernels(Protocol):
     @limited(_check_norm)
     def norm(
         self,
-        values: Annotated[OwnArray, "RK mixed"],
-        weight: Annotated[OwnArray, "K compute"],
-        bias: Annotated[OwnArray, "K compute"] | None,
+        values: Rows,
+        weight: OfColumns,
+        bias: OfColumns | None,
         epsilon: float,
         offset: float,
-        output: Annotated[OwnArray, "RP mixed"],
+        output: PaddedRows,
         next_early: bool,
     ) -> Launchable:
         """Each row normed: with a `bias` a layer norm (Ba et al. 2016), (x - mean) / sqrt(variance + epsilon) weight +
@@ -210,66 +220,43 @@ class EncoderKernels(Protocol):
         before this one has finished."""
 
     @limited(_check_activation)
-    def activate(
-        self, values: Annotated[OwnArray, "RK float32"], activation: int, output: Annotated[OwnArray, "RP compute"]
-    ) -> Launchable:
+    def activate(self, values: FloatRows, activation: int, output: Annotated[OwnArray, "RP compute"]) -> Launchable:
         """A function of each element, one of `ACTIVATIONS`: x sigmoid(x), x Phi(x), its approximation by tanh or that
         by x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
 
     @limited(_check_columns)
     def copy_rows(
-        self,
-        values: Annotated[OwnArray, "SK mixed"],
-        rows: Annotated[OwnArray, "R int32"] | None,
-        output: Annotated[OwnArray, "RP mixed"],
-        column: int,
+        self, values: GivenRows, rows: Annotated[OwnArray, "R int32"] | None, output: PaddedRows, column: int
     ) -> Launchable:
         """Columns from `column` on of row r of the output get row rows[r] of the values, clamped to 0..S-1 (None: row
         r, of R), all behind them zeros. Of parts side by side the first is launched first."""
 
-    def add_rows(
-        self,
-        values: Annotated[OwnArray, "RK mixed"],
-        other: Annotated[OwnArray, "RK mixed"],
-        output: Annotated[OwnArray, "RK float32"],
-    ) -> Launchable:
+    def add_rows(self, values: Rows, other: Rows, output: FloatRows) -> Launchable:
         """The sum of two. The output may be the values."""
 
-    def add_scaled_rows(
-        self,
-        values: Annotated[OwnArray, "RK float32"],
-        other: Annotated[OwnArray, "RK float32"],
-        scale: Annotated[OwnArray, "K compute"],
-        output: Annotated[OwnArray, "RK float32"],
-    ) -> Launchable:
+    def add_scaled_rows(self, values: FloatRows, other: FloatRows, scale: OfColumns, output: FloatRows) -> Launchable:
         """values + other * scale, column by column, rounded once. The output may be the values."""
 
     @limited(_check_squares)
     def average_pool(
-        self, values: Annotated[OwnArray, "SK mixed"], side: int, size: int, output: Annotated[OwnArray, "MK float32"]
+        self, values: GivenRows, side: int, size: int, output: Annotated[OwnArray, "MK float32"]
     ) -> Launchable:
         """The means over squares of `size` by `size` of values that are a picture, `side` rows a line, both in reading
         order. The columns of a square are added up first, each from its uppermost row on, then the sums from the
         left."""
 
     @limited(_check_bounds)
-    def clip_rows(
-        self,
-        values: Annotated[OwnArray, "RK mixed"],
-        bounds: Annotated[OwnArray, "B compute"],
-        output: Annotated[OwnArray, "RP mixed"],
-        column: int,
-    ) -> Launchable:
+    def clip_rows(self, values: Rows, bounds: Bounds, output: PaddedRows, column: int) -> Launchable:
         """Columns from `column` on of the output get the values, no less than the first of the `bounds` and no more
         than the second, all behind them zeros. Of parts side by side the first is launched first."""
 
     @limited(_check_bounds)
     def clipped_gate(
         self,
-        gate: Annotated[OwnArray, "RK float32"],
-        values: Annotated[OwnArray, "RK float32"],
-        gate_bounds: Annotated[OwnArray, "B compute"],
-        bounds: Annotated[OwnArray, "B compute"],
+        gate: FloatRows,
+        values: FloatRows,
+        gate_bounds: Bounds,
+        bounds: Bounds,
         activation: int,
         output: Annotated[OwnArray, "RK compute"],
     ) -> Launchable:
@@ -290,19 +277,17 @@ class EncoderKernels(Protocol):
     @limited(_check_norm)
     def standard_norm(
         self,
-        values: Annotated[OwnArray, "RK float32"],
-        bias: Annotated[OwnArray, "K compute"] | None,
-        scale: Annotated[OwnArray, "K compute"] | None,
+        values: FloatRows,
+        bias: OfColumns | None,
+        scale: OfColumns | None,
         factor: float,
         epsilon: float,
-        output: Annotated[OwnArray, "RK float32"],
+        output: FloatRows,
     ) -> Launchable:
         """An RMS norm without a weight of (factor * values - bias) * scale, or of factor * values."""
 
     @limited(_check_unfold)
-    def unfold(
-        self, values: Annotated[OwnArray, "SK mixed"], convolution: Convolution, output: Annotated[OwnArray, "RP mixed"]
-    ) -> Launchable:
+    def unfold(self, values: GivenRows, convolution: Convolution, output: PaddedRows) -> Launchable:
         """What each place of a convolution reads, side by side. The channel is the slowest of a result's columns, zeros
         stand behind."""
 
@@ -310,7 +295,7 @@ class EncoderKernels(Protocol):
     def centered_norm(
         self,
         values: Annotated[OwnArray, "RS float32"],
-        weight: Annotated[OwnArray, "K compute"],
+        weight: OfColumns,
         mask: Annotated[OwnArray, "R1 float32"] | None,
         epsilon: float,
         output: Annotated[OwnArray, "RK compute"],
@@ -319,13 +304,7 @@ class EncoderKernels(Protocol):
 
     @limited(_check_norm)
     def add_normed(
-        self,
-        values: Annotated[OwnArray, "RK float32"],
-        weight: Annotated[OwnArray, "K compute"],
-        epsilon: float,
-        residual: Annotated[OwnArray, "RK float32"],
-        share: float,
-        output: Annotated[OwnArray, "RK float32"],
+        self, values: FloatRows, weight: OfColumns, epsilon: float, residual: FloatRows, share: float, output: FloatRows
     ) -> Launchable:
         """residual + share * an RMS norm of the values. The output may be the residual."""
 
@@ -334,7 +313,7 @@ class EncoderKernels(Protocol):
         self,
         values: Annotated[OwnArray, "RS float32"],
         weight: Annotated[OwnArray, "KW compute"],
-        norm: Annotated[OwnArray, "K compute"],
+        norm: OfColumns,
         epsilon: float,
         output: Annotated[OwnArray, "RK compute"],
     ) -> Launchable:
@@ -355,7 +334,7 @@ class EncoderKernels(Protocol):
 
     def product(
         self,
-        values: Annotated[OwnArray, "RK mixed"],
+        values: Rows,
         weight: Annotated[OwnArray, "KC compute"],
         scale: float,
         output: Annotated[OwnArray, "RC mixed"],
@@ -364,10 +343,7 @@ class EncoderKernels(Protocol):
 
     @limited(_check_heads)
     def prepare_heads(
-        self,
-        qkv: Annotated[OwnArray, "RW mixed"],
-        rotary: Annotated[OwnArray, "RD float32"] | None,
-        heads: Annotated[OwnArray, "3GRD compute"],
+        self, qkv: Annotated[OwnArray, "RW mixed"], rotary: Annotated[OwnArray, "RD float32"] | None, heads: Heads
     ) -> Launchable:
         """Query, key and value heads, each by itself; queries and keys are turned by the `rotary` rows, cosine half
         then sine half: element j is paired with element j + D/2."""
@@ -375,7 +351,7 @@ class EncoderKernels(Protocol):
     @limited(_check_attention)
     def attention(
         self,
-        heads: Annotated[OwnArray, "3GRD compute"],
+        heads: Heads,
         window: int,
         visible: Annotated[OwnArray, "R bool"] | None,
         scale: float,

@@ -30,16 +30,7 @@ from edgellm.kernels.decode.packed_rows import packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.experts.contract import (
-    MAX_ROUTED_ROWS,
-    Activation,
-    Addition,
-    Choice,
-    ExpertWeights,
-    check_pairs,
-    experts_refusal,
-    matrix_refusal,
-)
+from edgellm.kernels.experts import contract
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
@@ -106,9 +97,9 @@ class CudaExperts:
     def route(self, normed, router, kept, scores, choice, counters, next_early=True):
         """See `NumpyExperts.route`, of up to `MAX_ROUTED_ROWS` rows; `next_early` as for `norm_linear`."""
         rows, argument, each = self._choice(scores, choice)
-        if rows > MAX_ROUTED_ROWS or normed.weight is None or router.is_packed or router.adapters is not None:
+        if rows > contract.MAX_ROUTED_ROWS or normed.weight is None or router.is_packed or router.adapters is not None:
             raise KernelError(
-                f"a router of {rows} rows; expected up to {MAX_ROUTED_ROWS}, normed, by dense weights alone"
+                f"a router of {rows} rows; expected up to {contract.MAX_ROUTED_ROWS}, normed, by dense weights alone"
             )
         limit, columns, experts = self.module.shared_limit, router.weight.shape[1], choice.routing.experts
         geometry = norm_geometry(rows, [columns], limit, False, 0)
@@ -125,11 +116,11 @@ class CudaExperts:
         given = arguments, argument, ctypes.c_void_p(counters.pointer)
         return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, given)
 
-    def _choice(self, scores: DeviceArray, choice: Choice) -> tuple[int, _Choice, int]:
+    def _choice(self, scores: DeviceArray, choice: contract.Choice) -> tuple[int, _Choice, int]:
         """How many rows choose, by what, and how many experts a lane has."""
         routing, routed, correction, shared, own = choice
         rows, experts, chosen = scores.size // routing.experts, routing.experts, routing.chosen
-        reason = experts_refusal(experts, chosen)
+        reason = contract.experts_refusal(experts, chosen)
         if reason is not None or scores.dtype != "float32":
             raise KernelError(reason or f"scores of experts are {scores.dtype}; expected float32")
         check_room("expert_ids", routed.expert_ids, rows, chosen)
@@ -163,7 +154,7 @@ class CudaExperts:
         grid = -(-argument.width // (4 * _ADDING_THREADS)), rows, 1
         return Launch(self.module, kernel, grid, _ADDING_THREADS, 0, (argument,))
 
-    def _addition(self, outputs: DeviceArray, addition: Addition) -> tuple[_Addition, int]:
+    def _addition(self, outputs: DeviceArray, addition: contract.Addition) -> tuple[_Addition, int]:
         """What is added, and of how many rows."""
         routed, residual, output, scale, shared = addition
         before = output if residual is None else residual
@@ -185,17 +176,17 @@ class CudaExperts:
         kind: str,
         x: DeviceArray,
         expert_ids: DeviceArray,
-        experts: ExpertWeights,
+        experts: contract.ExpertWeights,
         output: DeviceArray,
-        how: Activation | None,
+        how: contract.Activation | None,
         adding: tuple[_Addition, DeviceArray] | None = None,
     ) -> Launch:
         """The product of all pairs: of x [R, K] `how` activated, or without that of each pair's own row. `adding`: what
         is added, too, and its counters."""
         (rows, columns), layout, gated, chosen = experts.shape, experts.layout, kind == "gated", expert_ids.shape[-1]
         outputs, sharing = (rows, 1) if how is None else (rows // how.sums, chosen)
-        pairs = check_pairs(rows_of(expert_ids), chosen)
-        reason = matrix_refusal(rows, columns, gated, layout)
+        pairs = contract.check_pairs(rows_of(expert_ids), chosen)
+        reason = contract.matrix_refusal(rows, columns, gated, layout)
         if reason is not None or x.dtype != self.dtype:
             raise KernelError(reason or f"experts multiply {self.dtype}, not {x.dtype}")
         check_room("x", x, pairs // sharing, columns)
@@ -212,7 +203,9 @@ class CudaExperts:
         kernel, blocks, shared_bytes = way
         return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes, (arguments,))
 
-    def _way(self, kind: str, experts: ExpertWeights, pairs: int, chosen: int) -> tuple[int, tuple[Kernel, int, int]]:
+    def _way(
+        self, kind: str, experts: contract.ExpertWeights, pairs: int, chosen: int
+    ) -> tuple[int, tuple[Kernel, int, int]]:
         """How many pairs of an expert a block multiplies at most, the kernel, the blocks of each pair, or group of
         them, and their shared memory."""
         (height, columns), layout, gpu = experts.shape, experts.layout, capacity_of(self.module)

@@ -24,14 +24,7 @@ from edgellm.kernels.decode.contract import ACTIVATIONS
 from edgellm.kernels.decode.tiled_linear import TiledLinear, capacity_of
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.experts.contract import (
-    ExpertWeights,
-    SortedPairs,
-    check_sorted,
-    matrix_refusal,
-    most_tiles,
-    rows_of_tiles,
-)
+from edgellm.kernels.experts import contract
 from edgellm.kernels.experts.launcher import CudaExperts
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.prefill.linear import REGISTERS, SHARED, PromptTiling, dequantizing
@@ -137,11 +130,11 @@ class CudaSortedExperts(CudaExperts):
         """Compile and load what so many pairs need with matrices of a shape; `kind`: see `product_kernel`. `layout`: of
         one expert's packed weight."""
         self.module.load(SORTING.source)
-        tiling = expert_tiling(rows_of_tiles(pairs, experts), pairs, experts, shape, self.gpu, layout)
+        tiling = expert_tiling(contract.rows_of_tiles(pairs, experts), pairs, experts, shape, self.gpu, layout)
         self.module.load(product_kernel(kind, self.dtype, tiling, tiling.stages(self.gpu), layout).source)
 
     def sort(self, expert_ids, experts, sorted_pairs):
-        chosen, tile = expert_ids.shape[-1], check_sorted(sorted_pairs, expert_ids.size, experts)
+        chosen, tile = expert_ids.shape[-1], contract.check_sorted(sorted_pairs, expert_ids.size, experts)
         arguments = _Sorting(*addresses(expert_ids, *sorted_pairs), expert_ids.size, chosen, experts, tile)
         shared = _SORTING_THREADS // 32 * experts * 4
         return Launch(self.module, SORTING, (1, 1, 1), _SORTING_THREADS, shared, (arguments,))
@@ -160,16 +153,16 @@ class CudaSortedExperts(CudaExperts):
         kind: str,
         x: DeviceArray,
         source: DeviceArray,
-        sorted_pairs: SortedPairs,
-        experts: ExpertWeights,
+        sorted_pairs: contract.SortedPairs,
+        experts: contract.ExpertWeights,
         output: DeviceArray,
         pairs: int,
         limit: float,
     ) -> Launch:
         """The product of all pairs; `source` says of which rows of x."""
         (rows, columns), layout, gated = experts.shape, experts.layout, kind == "gated"
-        tile = check_sorted(sorted_pairs, pairs, experts.experts)
-        reason = matrix_refusal(rows, columns, gated, layout)
+        tile = contract.check_sorted(sorted_pairs, pairs, experts.experts)
+        reason = contract.matrix_refusal(rows, columns, gated, layout)
         wanted = "float32" if kind == "sums" else self.dtype
         if reason is not None or (x.dtype, output.dtype) != (self.dtype, wanted):
             raise KernelError(reason or f"experts multiply {self.dtype} to {wanted}, not {x.dtype} to {output.dtype}")
@@ -177,7 +170,7 @@ class CudaSortedExperts(CudaExperts):
             check_rounded(layout, self.dtype)
         one = layout and replace(layout, rows=rows)
         tiling = self.tiling or expert_tiling(tile, pairs, experts.experts, experts.shape, self.gpu, one)
-        batch, stages = most_tiles(pairs, experts.experts, tile) * tile, tiling.stages(self.gpu)
+        batch, stages = contract.most_tiles(pairs, experts.experts, tile) * tile, tiling.stages(self.gpu)
         linear = linear_argument(experts.linear, batch, rows // 2 if gated else rows, 1.0)
         tiled = TiledLinear(linear=linear, input=x.pointer, output=output.pointer, stride=columns, stages=stages)
         weight_bytes = experts.linear.weight.data.nbytes if layout else experts.linear.weight.nbytes

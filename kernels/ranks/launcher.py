@@ -17,11 +17,11 @@ from edgellm.kernels.launcher import CUDA_TYPES
 MOST_RANKS = 8
 #: Threads of a block, pieces of four floats that a thread has in a round, and blocks.
 _THREADS, _DEPTH, _MOST_BLOCKS = 256, 4, 256
-#: Blocks that every GPU runs at once, also where several ranks share it.
-_LEAST_BLOCKS = 64
-#: What an inbox takes for each rank that writes into it, of two rounds; flags in a rank's memory for each rank, and
-#: rounds.
-INBOX_BYTES, FLAGS = 2 * _MOST_BLOCKS * _DEPTH * _THREADS * 16, _MOST_BLOCKS
+#: Blocks that every GPU runs at once, also where several ranks share it; they add what is few, a piece of each thread.
+_FEW_BLOCKS = 64
+#: What an inbox takes for each rank that writes into it, of two rounds, where what is few is twice as large; flags in a
+#: rank's memory for each rank, and rounds.
+INBOX_BYTES, FLAGS = 2 * (_MOST_BLOCKS * _DEPTH + _FEW_BLOCKS * 2) * _THREADS * 16, _MOST_BLOCKS
 
 
 class RanksArgument(ctypes.Structure):
@@ -35,7 +35,7 @@ class RanksArgument(ctypes.Structure):
 
 def blocks_at_once(multiprocessors: Sequence[int], apart: bool) -> int:
     """How many blocks of a sum all ranks run at once: while one waits for what comes, others write and read."""
-    return min(_MOST_BLOCKS, max(_LEAST_BLOCKS, 2 * min(multiprocessors))) if apart else _LEAST_BLOCKS
+    return min(_MOST_BLOCKS, max(_FEW_BLOCKS, 2 * min(multiprocessors))) if apart else _FEW_BLOCKS
 
 
 def ranks_source(dtype: str) -> ModuleSource:
@@ -45,9 +45,10 @@ def ranks_source(dtype: str) -> ModuleSource:
         "HOST_THREADS": _THREADS,
         "HOST_DEPTH": _DEPTH,
         "HOST_MOST_BLOCKS": _MOST_BLOCKS,
+        "HOST_FEW_BLOCKS": _FEW_BLOCKS,
         "HOST_RANKS_BYTES": ctypes.sizeof(RanksArgument),
     }
-    expressions = tuple(_sum_of(dtype, turns) for turns in (1, _DEPTH))
+    expressions = tuple(_sum_of(dtype, turns) for turns in (0, 1, _DEPTH))
     return ModuleSource(f"ranks_{dtype}", ("ranks/sum.cu",), expressions, (*macros.items(),))
 
 
@@ -100,13 +101,13 @@ class CudaRank:
                 f"{output.dtype} {list(output.shape)}; expected float32 of one size, a multiple of 4"
             )
         pieces = values.size // 4
-        blocks = min(self._argument.blocks, max(1, -(-pieces // _THREADS)))
-        depth = min(_DEPTH, max(1, -(-pieces // (blocks * _THREADS))))
+        most = self._argument.blocks
+        turns = 1 if pieces <= most * _THREADS else _DEPTH
+        blocks = min(most, -(-pieces // (turns * _THREADS)))
         pointers = (ctypes.c_void_p(0 if array is None else array.pointer) for array in (values, output, residual))
         numbers = ctypes.c_int(before.dtype == "float32"), ctypes.c_float(scale), ctypes.c_longlong(pieces)
-        kernel = Kernel(self._source, _sum_of(self._dtype, 1 if depth == 1 else _DEPTH))
-        arguments = self._argument, *pointers, *numbers, ctypes.c_int(depth)
-        return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, arguments)
+        kernel = Kernel(self._source, _sum_of(self._dtype, 0 if pieces <= _FEW_BLOCKS * _THREADS else turns))
+        return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, (self._argument, *pointers, *numbers))
 
     def columns(self, values: DeviceArray, widths: Sequence[int], output: DeviceArray) -> ArrayCopy:
         """See `NumpyRank.columns`."""
@@ -122,4 +123,5 @@ class CudaRank:
 
 
 def _sum_of(dtype: str, turns: int) -> str:
-    return f"ranks::sum_ranks<{CUDA_TYPES[dtype]}, {turns}>"
+    """Of so many pieces of a thread in a round; 0: of few, each float beside its round."""
+    return f"ranks::sum_many<{CUDA_TYPES[dtype]}, {turns}>" if turns else f"ranks::sum_few<{CUDA_TYPES[dtype]}>"

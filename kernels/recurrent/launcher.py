@@ -13,21 +13,7 @@ from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
-from edgellm.kernels.recurrent.contract import (
-    MAX_DELTA_SIZE,
-    MAX_GROUP_SIZE,
-    MAX_NODES,
-    NORM_EPSILON,
-    AcceptedPath,
-    Launchable,
-    LayerColumns,
-    LayerMatrices,
-    RecurrentArrays,
-    delta_refusal,
-    group_refusal,
-    key_heads,
-    norm_refusal,
-)
+from edgellm.kernels.recurrent import contract
 
 _CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS, _WIDE_THREADS = 128, 32, 128, 256
 #: Warps that walk, and those that help.
@@ -81,7 +67,7 @@ def delta_bytes(keys: int, tokens: int, tree: bool = False) -> int:
 
 
 def _source(name: str, file: str, expression: str, *macros: tuple[str, int | str]) -> ModuleSource:
-    header = ("recurrent/arguments.cuh", cuda_header(RecurrentArrays))
+    header = ("recurrent/arguments.cuh", cuda_header(contract.RecurrentArrays))
     return ModuleSource(f"recurrent_{name}", (f"recurrent/{file}",), (expression,), macros, (header,))
 
 
@@ -92,7 +78,7 @@ def convolution_kernel(name: str, width: int, *dtypes: str) -> Kernel:
     macros = (
         ("HOST_CONVOLUTION_THREADS", _CONVOLUTION_THREADS),
         ("HOST_CONVOLUTION_TILE", _CONVOLUTION_TILE),
-        ("HOST_MOST_NODES", MAX_NODES),
+        ("HOST_MOST_NODES", contract.MAX_NODES),
         ("HOST_MOST_LAYERS", _MOST_LAYERS),
         ("HOST_COMMIT_COLUMNS_BYTES", ctypes.sizeof(_CommitColumns)),
     )
@@ -106,8 +92,8 @@ def gates_kernel(name: str, *dtypes: str) -> Kernel:
     macros = (
         ("HOST_GATES_THREADS", _GATES_THREADS),
         ("HOST_WIDE_THREADS", _WIDE_THREADS),
-        ("HOST_MOST_SIZE", MAX_DELTA_SIZE),
-        ("HOST_MOST_GROUP_SIZE", MAX_GROUP_SIZE),
+        ("HOST_MOST_SIZE", contract.MAX_DELTA_SIZE),
+        ("HOST_MOST_GROUP_SIZE", contract.MAX_GROUP_SIZE),
     )
     return Kernel(_source("_".join((name, *dtypes)), "gates.cu", expression, *macros), expression)
 
@@ -124,11 +110,11 @@ def delta_kernel(name: str, keys: int, *arguments: str, scans: bool = False) -> 
         ("HOST_DELTA_THREADS", _DELTA_THREADS),
         ("HOST_COLUMNS", _block_columns(keys)),
         ("HOST_BYTES", delta_bytes(keys, 2 * 2048 // size)),
-        ("HOST_TREE_BYTES", delta_bytes(keys, MAX_NODES, tree=True)),
-        ("HOST_MOST_NODES", MAX_NODES),
+        ("HOST_TREE_BYTES", delta_bytes(keys, contract.MAX_NODES, tree=True)),
+        ("HOST_MOST_NODES", contract.MAX_NODES),
         ("HOST_MOST_LAYERS", _MOST_LAYERS),
         ("HOST_COMMIT_MATRICES_BYTES", ctypes.sizeof(_CommitMatrices)),
-        ("HOST_NORM_EPSILON", repr(NORM_EPSILON)),
+        ("HOST_NORM_EPSILON", repr(contract.NORM_EPSILON)),
     )
     names = "_".join((*["scan"] * scans, name, str(size), *(argument.strip("_") for argument in arguments)))
     return Kernel(_source(names, "delta.cu", expression, *macros), expression)
@@ -138,14 +124,14 @@ class CudaRecurrent(Launcher):
     """See `edgellm.kernels.recurrent.contract.RecurrentKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
 
     def __init__(self, module: KernelModule) -> None:
-        super().__init__(module, RecurrentArrays)
+        super().__init__(module, contract.RecurrentArrays)
 
     def short_convolution(self, value, convolution, bias, columns, output, parents, kept, state_tokens):
         arguments = (value, convolution, bias, columns, output, parents, kept, state_tokens)
         sizes, packed = self._packed("short_convolution", *arguments)
         tokens, batch = sizes["T"], sizes["B"]
-        if parents is not None and tokens > MAX_NODES:
-            raise KernelError(f"short_convolution: a tree of {tokens} nodes; expected at most {MAX_NODES}")
+        if parents is not None and tokens > contract.MAX_NODES:
+            raise KernelError(f"short_convolution: a tree of {tokens} nodes; expected at most {contract.MAX_NODES}")
         tiles = tokens if state_tokens is None else -(-tokens // _CONVOLUTION_TILE)
         name = "convolve_nodes" if state_tokens is None else "convolve_chunk"
         kernel = convolution_kernel(name, sizes["W"], value.dtype, output.dtype)
@@ -175,7 +161,7 @@ class CudaRecurrent(Launcher):
 
     def gated_norm(self, value, gate, norm, output):
         sizes, packed = self._packed("gated_norm", value, gate, norm, output)
-        if (refusal := norm_refusal(sizes["E"])) is not None:
+        if (refusal := contract.norm_refusal(sizes["E"])) is not None:
             raise KernelError(f"gated_norm: {refusal}")
         grid = (sizes["O"] // sizes["E"], sizes["T"], sizes["B"])
         kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)
@@ -183,7 +169,7 @@ class CudaRecurrent(Launcher):
 
     def gated_group_norm(self, value, gate, norm, output):
         sizes, packed = self._packed("gated_group_norm", value, gate, norm, output)
-        if (refusal := group_refusal(sizes["O"] // norm.groups)) is not None:
+        if (refusal := contract.group_refusal(sizes["O"] // norm.groups)) is not None:
             raise KernelError(f"gated_group_norm: {refusal}")
         kernel = gates_kernel("gated_group_norm", gate.dtype, output.dtype)
         return Launch(self._module, kernel, (norm.groups, sizes["T"], sizes["B"]), _WIDE_THREADS, 0, (packed,))
@@ -196,10 +182,12 @@ class CudaRecurrent(Launcher):
         sizes, packed = self._packed("sigmoid_gate", value, heads, context)
         return self._by_columns(gates_kernel("sigmoid_gate", value.dtype, context.dtype), sizes, "O", packed)
 
-    def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> Launchable:
+    def commit_columns(
+        self, layers: Sequence[contract.LayerColumns], accepted: contract.AcceptedPath
+    ) -> contract.Launchable:
         sizes = [self._check("commit_columns", layer, accepted) for layer in layers]
 
-        def launch(of: dict[str, Any], own: Sequence[LayerColumns]) -> Launch:
+        def launch(of: dict[str, Any], own: Sequence[contract.LayerColumns]) -> Launch:
             arguments = _CommitColumns(*_path(accepted), of["B"], of["T"], of["N"], of["C"])
             for place, layer in enumerate(own):
                 arguments.columns[place], arguments.inputs[place] = (array.pointer for array in layer)
@@ -209,16 +197,22 @@ class CudaRecurrent(Launcher):
 
         return _together(sizes, layers, _MOST_LAYERS, launch)
 
-    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
+    def commit_matrices(
+        self, layers: Sequence[contract.LayerMatrices], accepted: contract.AcceptedPath
+    ) -> contract.Launchable:
         return self._commit("commit_matrices", layers, accepted)
 
-    def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
+    def commit_scans(
+        self, layers: Sequence[contract.LayerMatrices], accepted: contract.AcceptedPath
+    ) -> contract.Launchable:
         return self._commit("commit_scans", layers, accepted)
 
-    def _commit(self, name: str, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
+    def _commit(
+        self, name: str, layers: Sequence[contract.LayerMatrices], accepted: contract.AcceptedPath
+    ) -> contract.Launchable:
         sizes = [self._check(name, layer, accepted) for layer in layers]
 
-        def launch(of: dict[str, Any], own: Sequence[LayerMatrices]) -> Launch:
+        def launch(of: dict[str, Any], own: Sequence[contract.LayerMatrices]) -> Launch:
             letters = ("B", "T", "N", "R", "G", "E", "D")
             arguments = _CommitMatrices(*_path(accepted), *(of[letter] for letter in letters))
             for place, (matrix, rows, gates) in enumerate(own):
@@ -269,12 +263,12 @@ def _together(
     return _Launches(launches)
 
 
-def _path(accepted: AcceptedPath) -> tuple[int, int]:
+def _path(accepted: contract.AcceptedPath) -> tuple[int, int]:
     return accepted.indices.pointer, accepted.counts.pointer
 
 
 def _check_sizes(kernel: str, sizes: dict[str, Any], nodes: int = 1) -> None:
-    refusal = delta_refusal((key_heads(sizes), sizes["G"]), (sizes["D"], sizes["E"]), nodes)
+    refusal = contract.delta_refusal((contract.key_heads(sizes), sizes["G"]), (sizes["D"], sizes["E"]), nodes)
     if refusal is not None:
         raise KernelError(f"{kernel}: {refusal}")
 

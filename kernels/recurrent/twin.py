@@ -14,21 +14,9 @@ from edgellm.kernels.bfloat16 import float32_of, store_rounded
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch, checked_launch
 from edgellm.kernels.portable_math import exp, sigmoid, silu, softplus
-from edgellm.kernels.recurrent.contract import (
-    NORM_EPSILON,
-    AcceptedPath,
-    Convolution,
-    DeltaGates,
-    GatedHeadNorm,
-    GatedHeads,
-    LayerColumns,
-    LayerMatrices,
-    RecurrentArrays,
-    ScanGates,
-    key_heads,
-)
+from edgellm.kernels.recurrent import contract
 
-_check = Contracts(RecurrentArrays, np.ndarray)
+_check = Contracts(contract.RecurrentArrays, np.ndarray)
 #: Elements that are summed side by side: those of 16 lanes of the device, four each; of a whole row, of 256 threads.
 _LANES, _EACH, _THREADS = 16, 4, 256
 
@@ -76,7 +64,7 @@ class NumpyRecurrent:
         gates = float32_of(_gated_queries(value, heads)[..., 1, :]).reshape(context.shape)
         store_rounded(float32_of(context) * sigmoid(gates), context)
 
-    def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> NumpyLaunch:
+    def commit_columns(self, layers: Sequence[contract.LayerColumns], accepted: contract.AcceptedPath) -> NumpyLaunch:
         for layer in layers:
             _check("commit_columns", layer, accepted)
 
@@ -86,14 +74,16 @@ class NumpyRecurrent:
 
         return NumpyLaunch(compute)
 
-    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
+    def commit_matrices(self, layers: Sequence[contract.LayerMatrices], accepted: contract.AcceptedPath) -> NumpyLaunch:
         return _commit("commit_matrices", layers, accepted, scans=False)
 
-    def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
+    def commit_scans(self, layers: Sequence[contract.LayerMatrices], accepted: contract.AcceptedPath) -> NumpyLaunch:
         return _commit("commit_scans", layers, accepted, scans=True)
 
 
-def _commit(kernel: str, layers: Sequence[LayerMatrices], accepted: AcceptedPath, scans: bool) -> NumpyLaunch:
+def _commit(
+    kernel: str, layers: Sequence[contract.LayerMatrices], accepted: contract.AcceptedPath, scans: bool
+) -> NumpyLaunch:
     for layer in layers:
         _check(kernel, layer, accepted)
 
@@ -120,7 +110,7 @@ def _take(rows, gates, matrix, output, parents, kept, state_tokens, skip=None):
 
 def convolved(
     value: np.ndarray,
-    convolution: Convolution,
+    convolution: contract.Convolution,
     bias: np.ndarray | None,
     columns: np.ndarray,
     parents: np.ndarray | None = None,
@@ -160,7 +150,7 @@ def take_columns(columns: np.ndarray, inputs: np.ndarray, paths: Sequence[np.nda
             columns[slot] = both[:, -kept:]
 
 
-def delta_gates(projected: np.ndarray, gates: DeltaGates) -> np.ndarray:
+def delta_gates(projected: np.ndarray, gates: contract.DeltaGates) -> np.ndarray:
     """The logarithm of the decay of each value head, then of each the weight of the new value: [B, T, 2 G] float32."""
     heads, first = len(gates.a_log), gates.first
     found = float32_of(projected[..., first : first + 2 * heads])
@@ -168,7 +158,7 @@ def delta_gates(projected: np.ndarray, gates: DeltaGates) -> np.ndarray:
     return np.concatenate((decay, sigmoid(found[..., :heads])), axis=-1)
 
 
-def scan_gates(projected: np.ndarray, gates: ScanGates) -> np.ndarray:
+def scan_gates(projected: np.ndarray, gates: contract.ScanGates) -> np.ndarray:
     """The logarithm of the decay of each head, then of each the step size: [B, T, 2 G] float32."""
     size = softplus(float32_of(projected[..., gates.first : gates.first + len(gates.a_log)]) + gates.dt_bias)
     return np.concatenate((-exp(gates.a_log) * size, size), axis=-1)
@@ -212,7 +202,7 @@ def delta_walk(
     return results
 
 
-def gated_head_norm(value: np.ndarray, gate: np.ndarray, norm: GatedHeadNorm) -> np.ndarray:
+def gated_head_norm(value: np.ndarray, gate: np.ndarray, norm: contract.GatedHeadNorm) -> np.ndarray:
     """See `gated_norm`: float32 of the shape of `value`."""
     size, first = len(norm.weight), norm.first
     heads = value.reshape(*value.shape[:-1], -1, size)
@@ -254,7 +244,7 @@ def _token_steps(rows: np.ndarray, gates: np.ndarray, shape: tuple[int, ...], sk
     """What computes a token's matrix [.., G, E, D] and output [.., G, E] from the matrix before it; `skip` as in
     `delta_walk`."""
     heads, values, keys = shape[-3:]
-    groups = key_heads({"R": rows.shape[-1], "G": heads, "E": values, "D": keys})
+    groups = contract.key_heads({"R": rows.shape[-1], "G": heads, "E": values, "D": keys})
     # Whatever does not depend on the state is computed of all tokens at once.
     first, of_values = (0, 2 * groups * keys) if skip is None else (heads * values, 0)
     query, key = (
@@ -291,7 +281,7 @@ def _token_steps(rows: np.ndarray, gates: np.ndarray, shape: tuple[int, ...], sk
 
 
 def _reciprocal_root(x: np.ndarray) -> np.ndarray:
-    return np.float32(1) / np.sqrt(ordered_sum(x, x) + np.float32(NORM_EPSILON))
+    return np.float32(1) / np.sqrt(ordered_sum(x, x) + np.float32(contract.NORM_EPSILON))
 
 
 def _walk_tree(step: _Step, matrix: np.ndarray, parents: Sequence[int], outputs: np.ndarray) -> None:
@@ -327,13 +317,13 @@ def _chain(tokens: int, counts: np.ndarray | None) -> list[np.ndarray]:
     return [np.arange(count) for count in counts.clip(0, tokens).tolist()]
 
 
-def _paths(accepted: AcceptedPath, tokens: int) -> list[np.ndarray]:
+def _paths(accepted: contract.AcceptedPath, tokens: int) -> list[np.ndarray]:
     """The nodes of each slot's path, within a step of so many tokens."""
     indices, most = accepted.indices.clip(0, tokens - 1), accepted.indices.shape[1]
     return [path[: min(max(count, 0), most)] for path, count in zip(indices, accepted.counts.tolist(), strict=True)]
 
 
-def _gated_queries(value: np.ndarray, heads: GatedHeads) -> np.ndarray:
+def _gated_queries(value: np.ndarray, heads: contract.GatedHeads) -> np.ndarray:
     """Query heads and their gates: [.., heads, 2, size]."""
     queries = value[..., : 2 * heads.heads * heads.size]
     return queries.reshape(*value.shape[:-1], heads.heads, 2, heads.size)

@@ -1,4 +1,4 @@
-"""Writes published checkpoints as llama.cpp's converter does: its metadata, its names, and what it changes in tensors.
+"""Writes published checkpoints as llama.cpp's converter does: its names, and what it changes in tensors.
 
 Names were compared with gguf-py 0.19.0, the changes follow the converter's description.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from gguf_metadata import MAMBA, PAIRED, metadata_of
 from gguf_writing import Tensor, dense, random_blocks, write_gguf
 from golden_files import golden_folder, read_tensors
 from mtp_checkpoints import golden_checkpoint
@@ -51,10 +52,7 @@ CONVERTED = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "lfm2_moe", "qwen3_5_moe_text"), "f16"),
     **dict.fromkeys(("granitemoe", "gpt_oss"), "bf16"),
 }
-_MAMBA = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
-_PAIRED = ("llama", "mistral3", "granite", "smollm3", "granitemoe", "minicpm", *_MAMBA)
 _SHIFTED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
-_SPARSE = ("qwen3moe", "lfm2moe", "gpt-oss", "qwen35moe")
 _WITH_POST_NORM = ("gemma2", "gemma3", "gemma4", "olmo2", "exaone4", "seed_oss", "qwen35", "qwen35moe", "gpt-oss")
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -147,10 +145,10 @@ def write_model(
     if kind == "nemotron_h":
         config["num_hidden_layers"] = len(config["layers_block_type"])
         kind += "_moe" * ("moe" in config["layers_block_type"])
-    if kind in _MAMBA:
+    if kind in MAMBA:
         tensors = _as_llamas(tensors, config)
         stored = {name: next(iter(stored.values())) for name in tensors}
-    metadata = {key: each for key, each in (_metadata(config, kind) | (more or {})).items() if each is not None}
+    metadata = {key: each for key, each in (metadata_of(config, kind) | (more or {})).items() if each is not None}
     written: dict[str, Tensor] = {}
     tensors, stored = _with_stacks(tensors, {name: each[0] for name, each in stored.items()}, kind)
     if tensors.keys() >= {"lm_head.weight"} and config.get("tie_word_embeddings", False):
@@ -316,7 +314,7 @@ def _name(name: str, kind: str, layers: int) -> str:
 def _changed(name: str, values: np.ndarray, kind: str, config: dict[str, Any]) -> np.ndarray:
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     module = name.split(".")[-2]
-    if kind in _PAIRED and module in heads:
+    if kind in PAIRED and module in heads:
         count = heads[module] or config["num_attention_heads"]
         paired = values.reshape(count, 2, values.shape[0] // count // 2, *values.shape[1:])
         return paired.swapaxes(1, 2).reshape(values.shape)
@@ -355,161 +353,6 @@ def _delta(name: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
     if name.endswith("out_proj.weight"):
         return np.ascontiguousarray(tiled(values.T, size).T)
     return values if name.endswith("linear_attn.norm.weight") else tiled(values, 1)
-
-
-def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    own = rope.get("full_attention", rope)
-    heads = config["num_attention_heads"]
-    kv_heads: Any = config.get("num_key_value_heads") or heads
-    if kind in ("lfm2", "lfm2moe"):
-        kinds = config.get("layer_types") or [
-            "full_attention" if layer in config["full_attn_idxs"] else "conv" for layer in range(layers)
-        ]
-        kv_heads = [kv_heads if each == "full_attention" else 0 for each in kinds]
-    found = {
-        "block_count": layers + config.get("mtp_num_hidden_layers", 0),
-        "nextn_predict_layers": config.get("mtp_num_hidden_layers"),
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config.get("block_ff_dim") or config["intermediate_size"],
-        "attention.head_count": heads,
-        "attention.head_count_kv": kv_heads,
-        "attention.layer_norm_rms_epsilon": config.get("norm_eps") or config["rms_norm_eps"],
-        "attention.key_length": config.get("head_dim"),
-        "attention.value_length": config.get("head_dim"),
-        "rope.freq_base": None
-        if kind in ("gemma", "gemma2")
-        else own.get("rope_theta", config.get("rope_theta", 10000.0)),
-        "vocab_size": config["vocab_size"] if kind in (*_PAIRED, "lfm2", "lfm2moe") else None,
-        "rope.dimension_count": (config.get("head_dim") or config["hidden_size"] // heads) if kind in _PAIRED else None,
-        "attention.scale": config.get("attention_multiplier"),
-        "embedding_scale": config.get("embedding_multiplier"),
-        "residual_scale": config.get("residual_multiplier"),
-        "logit_scale": config.get("logits_scaling"),
-        "attention.temperature_scale": own.get("llama_4_scaling_beta"),
-        "rope.scaling.yarn_log_multiplier": own.get("mscale_all_dim"),
-        "shortconv.l_cache": config.get("conv_L_cache"),
-        "expert_count": config.get("num_experts") or config.get("num_local_experts"),
-        "expert_used_count": config.get("num_experts_per_tok"),
-        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
-        "leading_dense_block_count": config.get("num_dense_layers"),
-        "expert_gating_func": 2 if kind == "lfm2moe" else None,
-    }
-    if kind in _MAMBA:
-        kinds = config.get("layer_types") or config["layers_block_type"]
-        heads, size = (
-            (config["mamba_n_heads"], config["mamba_d_head"])
-            if kind == "granitehybrid"
-            else (config["mamba_num_heads"], config["mamba_head_dim"])
-        )
-        found |= {
-            "attention.head_count_kv": [kv_heads * ("attention" in each and "linear" not in each) for each in kinds],
-            "rope.scaling.finetuned": False,
-            "context_length": 1 << 20,
-            "ssm.conv_kernel": config.get("mamba_d_conv") or config.get("conv_kernel"),
-            "ssm.state_size": config.get("mamba_d_state") or config.get("ssm_state_size"),
-            "ssm.group_count": config.get("mamba_n_groups") or config.get("n_groups"),
-            "ssm.inner_size": heads * size,
-            "ssm.time_step_rank": heads,
-            "expert_shared_feed_forward_length": config.get("shared_intermediate_size"),
-        }
-    if kind.startswith("nemotron_h"):
-        rows = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
-        found["feed_forward_length"] = [rows.get(each, 0) for each in kinds]
-        del found["expert_used_count"]
-    if kind == "nemotron_h_moe":
-        found |= {
-            "expert_count": config["n_routed_experts"],
-            "expert_used_count": config["num_experts_per_tok"],
-            "expert_feed_forward_length": config["moe_intermediate_size"],
-            "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
-            "expert_shared_count": config["n_shared_experts"],
-            "expert_weights_norm": config["norm_topk_prob"],
-            "expert_weights_scale": config["routed_scaling_factor"],
-            "expert_group_count": config["n_group"],
-        }
-    if kind == "hunyuan-dense":  # the base is stretched already
-        size = config["head_dim"]
-        found["rope.freq_base"] *= own["alpha"] ** (size / (size - 2))
-    if kind == "minicpm":
-        found |= {"embedding_scale": config["scale_emb"], "residual_scale": config["scale_depth"] / layers**0.5}
-        found |= {"logit_scale": config["hidden_size"] / config["dim_model_base"]}
-        found["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
-    if config["model_type"] in ("olmo3", "exaone4") and config["sliding_window"] is not None:
-        found["attention.sliding_window"] = config["sliding_window"]
-        found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
-    if kind in _SPARSE:
-        found["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
-    if kind == "gpt-oss":
-        found["attention.sliding_window"] = config["sliding_window"]
-    if kind == "starcoder2":
-        found["attention.layer_norm_epsilon"] = config["norm_epsilon"]
-    scaling = own.get("rope_type") or own.get("type")
-    if scaling in ("linear", "yarn"):
-        found |= {"rope.scaling.type": scaling, "rope.scaling.factor": own["factor"]}
-        found["rope.scaling.original_context_length"] = own.get("original_max_position_embeddings")
-        found |= {f"rope.scaling.yarn_{key}": own.get(key) for key in ("beta_fast", "beta_slow")}
-    if kind in ("gemma", "gemma2"):
-        del found["rope.freq_base"]
-    if kind == "gemma2":
-        found |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
-        found["attention.sliding_window"] = config["sliding_window"]
-    if kind == "gemma3":
-        local = rope.get("sliding_attention", {}).get("rope_theta", config.get("rope_local_base_freq"))
-        found |= {"rope.freq_base_swa": local, "attention.sliding_window": config["sliding_window"]}
-    if kind == "gemma4":
-        found |= _gemma4(config)
-    if kind == "phi3":
-        size = config["hidden_size"] // heads
-        found["rope.dimension_count"] = int(
-            config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) * size
-        )
-        found["attention.sliding_window"] = config.get("sliding_window") or 0
-        found["rope.scaling.original_context_length"] = config.get("original_max_position_embeddings", 4096)
-    if kind in ("qwen35", "qwen35moe"):
-        found |= {
-            "attention.recurrent_layers": [each == "linear_attention" for each in config["layer_types"]]
-            + [False] * config.get("mtp_num_hidden_layers", 0),
-            "full_attention_interval": config.get("full_attention_interval", 4),
-            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-            "ssm.state_size": config["linear_key_head_dim"],
-            "ssm.group_count": config["linear_num_key_heads"],
-            "ssm.time_step_rank": config["linear_num_value_heads"],
-            "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
-            "rope.dimension_count": int(config["head_dim"] * own["partial_rotary_factor"]),
-            "rope.dimension_sections": [*own["mrope_section"], 0],
-        }
-    metadata: dict[str, Any] = {"general.architecture": kind}
-    ends = (key for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None)
-    metadata |= {f"tokenizer.ggml.{key}": config[key] for key in ends}
-    return metadata | {f"{kind}.{key}": value for key, value in found.items() if value is not None}
-
-
-def _gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of layers that attend to all, and of those with a window."""
-    windowed, layers = [each == "sliding_attention" for each in config["layer_types"]], config["num_hidden_layers"]
-    own, shared = next(iter(config["per_layer_config"].values())), config["num_kv_shared_layers"]
-    found = {
-        **{f"attention.{each}_length": own["head_dim"] for each in ("key", "value")},
-        **{f"attention.{each}_length_swa": config["head_dim"] for each in ("key", "value")},
-        "rope.dimension_count": own["head_dim"],
-        "rope.dimension_count_swa": config["head_dim"],
-        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
-        "attention.sliding_window": config["sliding_window"],
-        "attention.sliding_window_pattern": windowed,
-        "attention.shared_kv_layers": shared,
-        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
-        "final_logit_softcapping": config["final_logit_softcapping"],
-    }
-    if "num_key_value_heads" in own:
-        counts = (config["num_key_value_heads"] if each else own["num_key_value_heads"] for each in windowed)
-        found["attention.head_count_kv"] = list(counts)
-    if config["use_double_wide_mlp"]:
-        size = config["intermediate_size"]
-        found["feed_forward_length"] = [size] * (layers - shared) + [2 * size] * shared
-    return found
 
 
 def rope_factors(config: dict[str, Any]) -> np.ndarray | None:

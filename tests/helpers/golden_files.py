@@ -18,6 +18,7 @@ import io
 import json
 import lzma
 import os
+import re
 import shutil
 import struct
 import tarfile
@@ -33,9 +34,11 @@ from golden_codes import Tensors, codes, rounded
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DRAWN, CODES, WHOLE, PACKED, ARCHIVE = ".drawn.json", ".codes.json", ".safetensors", ".xz", ".tar.xz"
-#: What ends the names of logits in `expected.safetensors`, and those of values of which an eighth is stored there; what
-#: begins those of others that are compared within bounds wider than what `shortened` changes.
-LOGITS, EIGHTH, _NEAR = "logits", ".eighth", ("features", "rows")
+#: What ends the names of logits in `expected.safetensors`, and those of values of which an eighth is stored there.
+LOGITS, EIGHTH = "logits", ".eighth"
+#: Names of what is only compared, within bounds wider than what `shortened` changes; "rows" and "features" without a
+#: number are what something else is computed from.
+_COMPARED = re.compile(rf".*({LOGITS}|{re.escape(EIGHTH)})|(features|rows)\d+")
 #: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
 _MIDDLE, _DEVIATION = 131070, 37837.0
 
@@ -112,7 +115,7 @@ def write_archive(folder: Path) -> None:
     for path in folder.rglob(f"expected{WHOLE}"):
         tensors, metadata = read_tensors(path), read_metadata(path)
         short = {
-            name: (dtype, shape, shortened(data) if dtype == "F32" and _is_near(name) else data)
+            name: (dtype, shape, shortened(data) if dtype == "F32" and _COMPARED.fullmatch(name) else data)
             for name, (dtype, shape, data) in tensors.items()
         }
         write_tensors(path, short, metadata)
@@ -143,10 +146,6 @@ def pack(path: Path) -> None:
     """Store a file of a golden folder packed; `golden_folder` has it as it was."""
     path.with_name(path.name + PACKED).write_bytes(packed(path.read_bytes()))
     path.unlink()
-
-
-def _is_near(name: str) -> bool:
-    return name.endswith((LOGITS, EIGHTH)) or name.startswith(_NEAR)
 
 
 def shortened(data: bytes) -> bytes:

@@ -86,7 +86,7 @@ def test_large_images_and_a_host_that_computes_itself_use_pillow(
     backend: FixedShapeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = _processor("qwen", tmp_path)
-    monkeypatch.setattr(device_patches, "MAXIMUM_PIXELS", 40 * 60 - 1)
+    monkeypatch.setattr(device_patches.image_layout, "MAXIMUM_PIXELS", 40 * 60 - 1)
     patches = DevicePatches(backend)
     for _ in range(2):
         image = processor.prepare(synthetic_image(40, 60))

@@ -18,7 +18,7 @@ from http_server import ServerProcess, running
 from speech_models import encoded_frames
 from synthetic_sound import RATE, sound, wav
 
-from edgellm import LLM, AsyncLLM, DraftingConfig, SpeechStream
+from edgellm import LLM, AsyncLLM, DraftingConfig, SamplingParams, SpeechStream
 from edgellm.errors import AudioError, ContextError, RequestError
 from edgellm.http.errors import TRANSCRIPTIONS, HTTPError
 from edgellm.http.fields import ServedModel
@@ -65,7 +65,8 @@ def test_the_prompt_is_what_the_model_was_trained_with(llm: LLM) -> None:
     )
     assert ids.count(token) == 3 * 13
     assert request.params is not None and request.params.temperature == 0
-    assert [language_name(each) for each in ("de", "GERMAN", None)] == ["German", "German", None]
+    spellings = ("de", "GERMAN", "de-AT", None)
+    assert [language_name(each) for each in spellings] == ["German", "German", "German", None]
 
 
 def test_gemma_4_is_asked_in_words_and_goes_on_from_what_it_wrote(gemma4_engines: Path) -> None:
@@ -202,6 +203,8 @@ NAMED = {"model": "ears"}
         (form(fields=NAMED | {"chunking_strategy": "server_vad"}), "a sound is taken as a whole"),
         (form(fields=NAMED | {"language": "xx"}), "there is no language 'xx'"),
         (form(fields=NAMED | {"temperature": "warm"}), "temperature"),
+        (form(fields=NAMED | {"temperature": "00"}), "temperature is '00': expected a number"),
+        (form(fields=NAMED | {"seed": "9" * 5000}), "seed is '999"),
         (form(fields=NAMED | {"speaker": "me"}), "the field 'speaker' is unknown"),
         (form(fields={"model": "other"}), "there is no model"),
         (b"", "no form of several parts"),
@@ -216,6 +219,12 @@ def test_what_a_form_asks_for_in_vain_is_named(body: bytes, message: str) -> Non
     with pytest.raises(HTTPError, match=message) as caught:
         transcription(body, ServedModel("ears"))
     assert caught.value.status in (400, 404)
+
+
+def test_a_form_has_numbers_as_text_and_fields_that_say_nothing() -> None:
+    fields = {"temperature": "1e-06", "max_tokens": "3", "ignore_eos": "True", "deadline": "2.5", "stop": "5"}
+    (asked,) = transcription(form(fields=NAMED | fields | {"language": "", "prompt": ""}), ServedModel("ears")).requests
+    assert asked.params == SamplingParams(max_tokens=3, ignore_eos=True, stop="5") and asked.deadline == 2.5
 
 
 def test_a_form_asks_the_model_its_familys_way() -> None:

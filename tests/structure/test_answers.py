@@ -11,10 +11,13 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models
 
 from edgellm import Request, RequestError, Response, SamplingParams, Session, Structure, Timings, Usage
+from edgellm.decoding.sequence import DecodingSequence
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import allows, mask_words
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.structure.answers import RuleMaker
+from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -24,7 +27,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 def shipped():
     directory = EngineDirectory.open(SHIPPED_MODEL)
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
-    return RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids), tokenizer, directory
+    return RuleMaker(tokenizer, directory.config.vocab_size, directory.config.eos_token_ids), tokenizer, directory
 
 
 def thinking():
@@ -53,7 +56,7 @@ def test_the_shipped_model_writes_json_under_masks(shipped):
         assert rules.constraint.try_advance(token)
         answer.append(token)
     params = SamplingParams(structure=SCHEMA)
-    text = tokenizer.decode([token for token in answer if token not in directory.eos_token_ids])
+    text = tokenizer.decode([token for token in answer if token not in directory.config.eos_token_ids])
     found = response(text, params)
     assert found.structure_complete and isinstance(found.parsed["n"], int)
 
@@ -87,6 +90,9 @@ def test_rules_go_together_and_a_dead_end_is_named():
     assert rules.constraint.try_advance(brace)
     with pytest.raises(ConstraintError, match="together leave no token"):
         rules.constraint.fill_mask(row)
+    drawn = DecodingSequence((1,), SamplingValues(), OutputText(tokenizer.detokenizer()), wanted=9, rules=rules)
+    drawn.know([5])  # as behind a dead end, where the mask could not be made
+    assert drawn.is_over and "together leave no token" in str(drawn.dead_end)
 
 
 @pytest.mark.parametrize(

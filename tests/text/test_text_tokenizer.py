@@ -201,9 +201,15 @@ def test_directory_with_all_files(tmp_path):
 
 
 def test_vocabulary_must_fit_the_model(tmp_path):
-    saved(tmp_path, byte_level())
-    largest = Tokenizer.from_directory(tmp_path).vocab_size - 1
-    assert Tokenizer.from_directory(tmp_path, vocab_size=largest + 1).vocab_size == largest + 1
+    library = byte_level()
+    saved(tmp_path, library)
+    whole = Tokenizer.from_directory(tmp_path)
+    count, text = whole.vocab_size, whole.id_to_token(whole.vocab_size - 1)
+    assert Tokenizer.from_directory(tmp_path, vocab_size=count).encode(text) == [count - 1]
+    fewer = Tokenizer.from_directory(tmp_path, vocab_size=count - 1)  # as Gemma 3 1B's, without the images' token
+    assert fewer.vocab_size == count - 1 and len(fewer.encode(text)) > 1 and max(fewer.encode(text)) < count - 1
+    assert fewer.encode(START) == whole.encode(START)
+    largest = library.get_vocab_size(with_added_tokens=False) - 1
     with pytest.raises(EngineDirectoryError, match=f"ids up to {largest}.*only {largest} entries.*another model"):
         Tokenizer.from_directory(tmp_path, vocab_size=largest)
 

@@ -289,7 +289,7 @@ def differences(
         return []
     judged = []
     width = directory.config.vocab_size
-    maker = RuleMaker(Tokenizer.from_directory(directory.path, width), width, directory.eos_token_ids)
+    maker = RuleMaker(Tokenizer.from_directory(directory.path, width), width, directory.config.eos_token_ids)
     with open_runner(backend, directory) as runner:
 
         def masked(request: Request, answer: Sequence[int]) -> np.ndarray:

@@ -212,7 +212,8 @@ class Bench:
             self._remember(drafter, one)
             assert one.answer is not None
             answer = OutputText(self.tokenizer.detokenizer(), (), (), (self.eos,), MAX_TOKENS)
-            rules = AnswerRules(self.vocabulary.constraint_for(self.grammar), self.tokenizer) if ruled else None
+            constraint = self.vocabulary.constraint_for(self.grammar) if ruled else None
+            rules = AnswerRules(constraint, self.tokenizer, self.tokenizer.vocab_size) if constraint else None
             tally = None if drafter is None else DraftingTally({})
             sequence = DecodingSequence(
                 one.prompt, SamplingValues(), answer, Clock(), len(one.answer), tally, rules=rules

@@ -95,7 +95,7 @@ def masks(model: LLM) -> dict[str, Any]:
     compiled: list[float] = []
     for question in QUESTIONS:
         answer = model.chat(ask(question), params, adapter="json")
-        maker = RuleMaker(model.tokenizer, config.vocab_size, model.directory.eos_token_ids)
+        maker = RuleMaker(model.tokenizer, config.vocab_size, model.directory.config.eos_token_ids)
         began = time.perf_counter()
         maker.vocabulary()
         ready.append(1e3 * (time.perf_counter() - began))

@@ -205,7 +205,7 @@ class Bench:
         """A request of so many tokens at the most, exactly so many where nothing constrains it."""
         ends = () if constraint is None else (self.eos,)
         answer = OutputText(self.tokenizer.detokenizer(), (), (), ends, tokens)
-        rules = None if constraint is None else AnswerRules(constraint, self.tokenizer)
+        rules = None if constraint is None else AnswerRules(constraint, self.tokenizer, self.vocabulary.size)
         return DecodingSequence(self.prompt, SamplingValues(), answer, max_tokens=tokens, rules=rules)
 
     def run(self, sequences: Sequence[DecodingSequence], plan: DraftPlan | None = None) -> list[float]:
@@ -340,7 +340,7 @@ def measure_shipped(backend: str, rounds: int) -> dict[str, Any]:
         limits = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=1024)
         build_engine_directory(SHIPPED_MODEL, Path(folder) / "engines", limits, [] if backend == "numpy" else None)
         with SpecDecodeRuntime(Path(folder) / "engines", backend=backend) as runtime:
-            eos = runtime.directory.eos_token_ids[0]
+            eos = runtime.directory.config.eos_token_ids[0]
             bench = Bench(runtime._open_runner(), runtime.tokenizer, eos, rounds // 8 + WARM_UPS)
             bench.prompt = [token % 200 for token in bench.prompt]
             found = {"plain step": bench.plain(rounds), "beside": bench.beside(rounds // 2)}

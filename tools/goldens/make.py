@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import transformers
 from golden_folders import VERSIONS, draw_tensors, pack, whole, with_eighths, write_folders
+from rotary_cases import ROTARY_CASES
 from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from variations import PROMPT_LENGTH, ROTARY_CASES, VARIATIONS, VOCABULARY
+from variations import PROMPT_LENGTH, VARIATIONS, VOCABULARY
 
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

@@ -647,6 +647,7 @@ VARIATIONS = {
             "final_logit_softcapping": 8.0,
         },
         rope=_GEMMA4_ROPE,
+        seed=60,
         **_LONG,
     ),
     # As the larger ones: nothing of each layer's own, no rows are shared, and values are keys where all is attended to.
@@ -661,6 +662,7 @@ VARIATIONS = {
         },
         rope=_GEMMA4_ROPE,
         dtype="bfloat16",
+        seed=61,
         **_LONG,
     ),
     "gemma4_unified": Variation(
@@ -692,102 +694,4 @@ VARIATIONS = {
         generated=64,
         length=19,
     ),
-}
-
-_PLAIN = {"rope_theta": 10000.0}
-_FREQUENCIES = 16
-_LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0 + index / 20 for index in range(_FREQUENCIES)],
-    "long_factor": [1.0 + index**1.5 for index in range(_FREQUENCIES)],
-    "original_max_position_embeddings": 4096,
-    **_PLAIN,
-}
-_LONGROPE_FACTOR = _LONGROPE | {
-    "short_factor": [1.0] * _FREQUENCIES,
-    "long_factor": [2.0] * _FREQUENCIES,
-    "factor": 3.0,
-}
-#: Rotary tables: `max_position_embeddings`, the parameters, and the length that the table is for. Head size 32.
-ROTARY_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
-    "default": (4096, {"rope_type": "default", **_PLAIN}, 4096),
-    "default_theta_1e6": (32768, {"rope_type": "default", "rope_theta": 1e6}, 4096),
-    "linear": (4096, {"rope_type": "linear", "factor": 4.0, **_PLAIN}, 4096),
-    "dynamic_within": (2048, {"rope_type": "dynamic", "factor": 4.0, **_PLAIN}, 2048),
-    "dynamic_beyond": (2048, {"rope_type": "dynamic", "factor": 4.0, **_PLAIN}, 5000),
-    "llama3": (
-        131072,
-        {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        16384,
-    ),
-    "yarn": (
-        131072,
-        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
-        4096,
-    ),
-    "yarn_attention_factor": (
-        8192,
-        {
-            "rope_type": "yarn",
-            "factor": 2.0,
-            "attention_factor": 0.7,
-            "original_max_position_embeddings": 4096,
-            **_PLAIN,
-        },
-        4096,
-    ),
-    "yarn_mscale": (
-        163840,
-        {
-            "rope_type": "yarn",
-            "factor": 40.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-            "beta_fast": 24,
-            "beta_slow": 2,
-            "original_max_position_embeddings": 4096,
-            **_PLAIN,
-        },
-        4096,
-    ),
-    "yarn_not_truncated": (
-        16384,
-        {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 4096, **_PLAIN},
-        4096,
-    ),
-    # Both ends of the ramp fall on the first frequency.
-    "yarn_ramp_without_width": (
-        24,
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6, **_PLAIN},
-        4096,
-    ),
-    # The ramp would end beyond the last element of a head.
-    "yarn_ramp_cut_off": (
-        262144,
-        {
-            "rope_type": "yarn",
-            "rope_theta": 100.0,
-            "factor": 4.0,
-            "beta_fast": 1000,
-            "original_max_position_embeddings": 65536,
-        },
-        4096,
-    ),
-    "yarn_factor_from_lengths": (
-        16384,
-        {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 2048, **_PLAIN},
-        4096,
-    ),
-    "proportional": (32768, {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}, 4096),
-    "longrope_short": (32768, _LONGROPE, 4096),
-    "longrope_long": (32768, _LONGROPE, 4097),
-    "longrope_factor_and_attention_factor": (32768, _LONGROPE_FACTOR | {"attention_factor": 1.25}, 8192),
-    "longrope_factor": (32768, _LONGROPE_FACTOR, 8192),
 }

@@ -12,15 +12,8 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import LAST_SEEN, Attention
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.decode import contract
 from edgellm.kernels.decode.attention import AttentionShape, attention_partials, attention_shared_bytes
-from edgellm.kernels.decode.contract import (
-    MAX_TILED_ROWS,
-    MAX_TOKENS,
-    AttentionScratch,
-    AttentionStep,
-    AttentionWeights,
-    attention_refusal,
-)
 from edgellm.kernels.prefill.contract import RING_STEP, HeadNorms, KeyValueRows, RotaryPart, RowScales, prefill_refusal
 from edgellm.kernels.prefill.launcher import AttentionKind, attention_bytes
 from edgellm.kernels.recurrent.contract import GatedHeads
@@ -64,12 +57,12 @@ class FewTokens(_AnyAttention):
     reads_mask = True
 
     def suits(self, step: Attention, program: Program) -> bool:
-        few = step_rows(step, program) <= MAX_TILED_ROWS and program.shape.tokens <= MAX_TOKENS
+        few = step_rows(step, program) <= contract.MAX_TILED_ROWS and program.shape.tokens <= contract.MAX_TOKENS
         return few and not step.looks_ahead and step.heads[0] > 0
 
     def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
         shape = program.shape
-        refused = attention_refusal(*step.heads, shape.kv_cache == "int8") or _layer_refusal(step, shape)
+        refused = contract.attention_refusal(*step.heads, shape.kv_cache == "int8") or _layer_refusal(step, shape)
         return refused or too_large(attention_shared_bytes(_attention_shape(step, shape)), limit)
 
     def scratch(self, step: Attention, program: Program) -> Edge:
@@ -89,18 +82,18 @@ class FewTokens(_AnyAttention):
         k_scale, v_scale = scales or (None, None)
         attention = run.kernels.few.attention(
             qkv,
-            AttentionWeights(
+            contract.AttentionWeights(
                 *(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part, _sinks(step, run)),
                 *(step.query_columns, step.neighbours, step.norms_behind, step.cap, step.norms_values),
             ),
-            AttentionStep(
+            contract.AttentionStep(
                 array("rope_rotary_cos_sin"),
                 array("kvcache_start_index"),
                 mask,
                 *(k_cache, v_cache, step.masks_all),
                 *(k_scale, v_scale, step.window),
             ),
-            AttentionScratch(array(PARTIAL), array(COUNTERS)),
+            contract.AttentionScratch(array(PARTIAL), array(COUNTERS)),
             array(step.output),
         )
         return [attention]

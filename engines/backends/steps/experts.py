@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from edgellm.engines.backends.steps.implementation import Implementation, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching
@@ -70,11 +70,7 @@ class ChooseExperts(Step):
     correction: WeightSpec | None = None
     gate: Linear | None = None
     own: tuple[int, int] | None = None
-
-    @property
-    def title(self) -> str:
-        """The choice in words."""
-        return f"the choice of experts for {self.output}"
+    called: ClassVar[str] = "the choice of experts for {0.output}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = kinds[self.scores][0][:-1]
@@ -89,6 +85,7 @@ class RouteExperts(Step):
 
     scored: NormLinear
     choice: ChooseExperts
+    called: ClassVar[str] = "the router {0.scored.linear.name}"
 
     @property
     def weights(self) -> Iterator[WeightSpec]:
@@ -99,11 +96,6 @@ class RouteExperts(Step):
     def reads(self) -> tuple[str, ...]:
         """What the router scores."""
         return self.scored.reads
-
-    @property
-    def title(self) -> str:
-        """The router in words."""
-        return f"the router {self.scored.linear.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         found = self.scored.results(kinds, shape, residual)
@@ -118,16 +110,12 @@ class _OfExperts(Step):
     ids: str = field(metadata=READS)
     linear: Linear = field()
     mixture: Mixture
+    called: ClassVar[str] = "the experts' layer {0.linear.name}"
 
     @property
     def multiplies(self) -> None:
         """No layer of all rows."""
         return None
-
-    @property
-    def title(self) -> str:
-        """The layer in words."""
-        return f"the experts' layer {self.linear.name}"
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -309,7 +297,6 @@ class DownPairs(_Pairs):
         return [run.copy_kept(step.keep, run.array(step.residual)), *self._added(step, run)]
 
     def _added(self, step: DownExperts, run: Launching) -> list[Any]:
-        """The launches but for what is kept."""
         given, products = run.array(step.value), run.array(step.products)
         kernels, weights, addition = run.kernels.experts, weights_of(step, run), addition_of(step, run)
         if step_rows(step, run.program) <= MAX_TILED_ROWS:
@@ -330,7 +317,6 @@ def addition_of(step: DownExperts, run: Launching) -> Addition:
 
 
 def _chosen(step: ChooseExperts, run: Launching) -> tuple[Array, Choice]:
-    """The scores, and what is chosen by them."""
     array = run.array
     correction = None if step.correction is None else array(step.correction.name)
     shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))

@@ -12,14 +12,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.backends.steps import launching
-from edgellm.engines.backends.steps.implementation import (
-    PROMPT_PHASES,
-    Implementation,
-    packed_layout,
-    step_rows,
-    too_large,
-)
+from edgellm.engines.backends.steps import implementation, launching
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching, StepKernels, comes_rounded, module_rows
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
@@ -46,7 +39,7 @@ UNNORMED, SUMS = "unnormed", "sums"
 Layer = NormLinear | LinearResidual
 
 
-class _AnyLinear(Implementation[Any]):
+class _AnyLinear(implementation.Implementation[Any]):
     """What all ways share: which layers no kernel takes, and what stands around a product.
 
     A way runs steps of both kinds: `NormLinear` by `_normed`, `LinearResidual` by `_added`.
@@ -58,8 +51,8 @@ class _AnyLinear(Implementation[Any]):
     takes_packed = False
 
     def suits(self, step: Layer, program: Program) -> bool:
-        is_packed = packed_layout(step, program) is not None
-        return step_rows(step, program) <= self.most_rows and is_packed == self.takes_packed
+        is_packed = implementation.packed_layout(step, program) is not None
+        return implementation.step_rows(step, program) <= self.most_rows and is_packed == self.takes_packed
 
     def refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         return linear_refusal(step, program) or self._memory_refusal(step, program, limit)
@@ -104,7 +97,7 @@ class _AnyLinear(Implementation[Any]):
 
     def _is_inside(self, step: Layer, run: Launching, linear: LinearWeights) -> bool:
         """Whether the kernel that multiplies inputs prepares them, too."""
-        rows = step_rows(step, run.program)
+        rows = implementation.step_rows(step, run.program)
         if rows > self.prepared_rows or not prepares_inside(step, run.program):
             return False
         if not self.takes_packed:
@@ -143,7 +136,7 @@ class _AnyLinear(Implementation[Any]):
         """The same with an activation behind it, one without a gate, or of gates and ups of different formats, or with
         what puts the columns of a layer with adapters into wider rows."""
         output, activation = run.array(step.output), step.activation
-        apart = run.shared(SUMS, step_rows(step, run.program), linear.weight.shape[0])
+        apart = run.shared(SUMS, implementation.step_rows(step, run.program), linear.weight.shape[0])
 
         def array(name: str) -> Array:
             return apart if name == step.output else run.array(name)
@@ -176,7 +169,7 @@ class _AnyLinear(Implementation[Any]):
         residual, output = None if step.residual is None else run.array(step.residual), run.array(step.output)
         if step.norm is None or residual is None:
             return [kernels.linear_residual(x, linear, residual, output, step.scale, run.kept(step.keep), *selected)]
-        given = run.shared(UNNORMED, step_rows(step, run.program), linear.weight.shape[0])
+        given = run.shared(UNNORMED, implementation.step_rows(step, run.program), linear.weight.shape[0])
         launches = [kernels.linear_residual(x, linear, None, given, step.scale, None, *selected)]
         if step.norm.bias is None:
             normed = NormedInput(given, run.array(step.norm.weight.name), step.norm.epsilon, step.norm.offset)
@@ -238,16 +231,19 @@ class FewRows(_AnyLinear):
     most_rows = prepared_rows = MAX_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        rows, ranks = step_rows(step, program), padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
+        rows, ranks = (
+            implementation.step_rows(step, program),
+            padded_ranks(program.shape.lora_slots, program.shape.lora_rank),
+        )
         if step.gated or prepares_inside(step, program):
             count = len(step.inputs)
             widths = [step.linear.weight.shape[1] // count] * count
-            return too_large(norm_linear_shared_bytes(rows, widths, limit, step.gated, ranks), limit)
-        return too_large(linear_residual_shared_bytes(rows, limit, ranks), limit)
+            return implementation.too_large(norm_linear_shared_bytes(rows, widths, limit, step.gated, ranks), limit)
+        return implementation.too_large(linear_residual_shared_bytes(rows, limit, ranks), limit)
 
     def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
         inside, (rows, columns) = prepares_inside(step, program), step.linear.weight.shape
-        clocks = few_rows_clocks(step_rows(step, program), rows, columns, inside, gpu)
+        clocks = few_rows_clocks(implementation.step_rows(step, program), rows, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
@@ -264,11 +260,11 @@ class ManyRows(_AnyLinear):
     name = "kernels of many rows"
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        return too_large(max(_norm_bytes(step), tiled_shared_bytes(limit)), limit)
+        return implementation.too_large(max(_norm_bytes(step), tiled_shared_bytes(limit)), limit)
 
     def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
         adapted, (rows, columns) = step.linear.name in program.adapted, step.linear.weight.shape
-        clocks = many_rows_clocks(step_rows(step, program), rows, columns, gpu, step.gated, adapted)
+        clocks = many_rows_clocks(implementation.step_rows(step, program), rows, columns, gpu, step.gated, adapted)
         return clocks + _norm_count(step) * NORM_CLOCKS
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
@@ -283,20 +279,20 @@ class PackedRows(_AnyLinear):
     takes_packed = True
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        layout = packed_layout(step, program)
+        layout = implementation.packed_layout(step, program)
         assert layout is not None
-        refusals = (packed_refusal(step_rows(step, program), own, limit) for own in layout.runs)
+        refusals = (packed_refusal(implementation.step_rows(step, program), own, limit) for own in layout.runs)
         return next((reason for reason in refusals if reason is not None), None)
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         if self._is_inside(step, run, linear):
             return _inside(step, run, linear, next_early)
-        if step.selects or run.kernels.few.takes(linear, step_rows(step, run.program), normed=False):
+        if step.selects or run.kernels.few.takes(linear, implementation.step_rows(step, run.program), normed=False):
             return self._normed_apart(step, run, linear, next_early)
         return self._tiled(step, run, linear, run.kernels.many, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
-        takes = run.kernels.few.takes(linear, step_rows(step, run.program), normed=False)
+        takes = run.kernels.few.takes(linear, implementation.step_rows(step, run.program), normed=False)
         return run.kernels.few if takes else run.kernels.many
 
     def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
@@ -309,11 +305,11 @@ class PromptRows(_AnyLinear):
     name = "kernels of prompts"
 
     def suits(self, step: Layer, program: Program) -> bool:
-        is_prompt = program.shape.phase in PROMPT_PHASES and program.shape.segment is None
-        return is_prompt and step_rows(step, program) > MAX_TILED_ROWS
+        is_prompt = program.shape.phase in implementation.PROMPT_PHASES and program.shape.segment is None
+        return is_prompt and implementation.step_rows(step, program) > MAX_TILED_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        return too_large(_norm_bytes(step), limit)
+        return implementation.too_large(_norm_bytes(step), limit)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.any_rows
@@ -325,7 +321,7 @@ class PromptRows(_AnyLinear):
         name = "linear_residual" if isinstance(step, LinearResidual) else "gate_up" if step.gated else "linear"
         adapted, shape = program.adapted.get(step.linear.name), program.shape
         low_rows = 0 if adapted is None else shape.lora_slots * len(adapted.modules) * shape.lora_rank
-        return name, step.linear.weight.shape, low_rows, packed_layout(step, program)
+        return name, step.linear.weight.shape, low_rows, implementation.packed_layout(step, program)
 
     def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
         (name, weight, low_rows, packed), rows = what, tokens * program.shape.batch
@@ -394,7 +390,7 @@ def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early:
 
 def _has_runs(step: Layer, program: Program) -> bool:
     """Whether a layer's rows are packed in several ways."""
-    layout = packed_layout(step, program)
+    layout = implementation.packed_layout(step, program)
     return layout is not None and len(layout.runs) > 1
 
 

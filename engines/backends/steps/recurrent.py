@@ -10,18 +10,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.states import Edge
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.recurrent.contract import (
-    MAX_NODES,
-    Convolution,
-    DeltaGates,
-    GatedHeadNorm,
-    GroupNorm,
-    ScanGates,
-    convolution_refusal,
-    delta_refusal,
-    group_refusal,
-    norm_refusal,
-)
+from edgellm.kernels.recurrent import contract
 from edgellm.kernels.recurrent.launcher import delta_bytes
 
 
@@ -36,14 +25,16 @@ class ConvolveColumns(_OwnDtype):
     """Short convolutions."""
 
     def refusal(self, step: ShortConvolution, program: Program, limit: int) -> str | None:
-        if (nodes := _nodes(program)) > MAX_NODES:
-            return f"short convolutions take trees of up to {MAX_NODES} nodes, not {nodes}"
+        if (nodes := _nodes(program)) > contract.MAX_NODES:
+            return f"short convolutions take trees of up to {contract.MAX_NODES} nodes, not {nodes}"
         if step.activation not in (None, "silu") or (step.gated and step.activation is not None):
             return f"the activation {step.activation} has no kernel"
-        return convolution_refusal(step.width)
+        return contract.convolution_refusal(step.width)
 
     def launches(self, step: ShortConvolution, run: Launching, next_early: bool) -> list[Any]:
-        convolution = Convolution(run.array(step.weight.name), step.activation == "silu", step.gated, step.first)
+        convolution = contract.Convolution(
+            run.array(step.weight.name), step.activation == "silu", step.gated, step.first
+        )
         bias, (before, *when) = None if step.bias is None else run.array(step.bias.name), _state(step, run)
         value, output = run.sequences(step.value), run.sequences(step.output)
         return [run.kernels.recurrent.short_convolution(value, convolution, bias, before, output, *when)]
@@ -54,11 +45,11 @@ class UpdateMatrices(_OwnDtype):
 
     def refusal(self, step: GatedDelta, program: Program, limit: int) -> str | None:
         nodes = _nodes(program)
-        refused = delta_refusal(step.heads, step.sizes, nodes)
+        refused = contract.delta_refusal(step.heads, step.sizes, nodes)
         return refused or too_large(delta_bytes(step.sizes[0], program.shape.tokens, nodes > 1), limit)
 
     def launches(self, step: GatedDelta, run: Launching, next_early: bool) -> list[Any]:
-        gates = DeltaGates(run.array(step.a_log.name), run.array(step.dt_bias.name), step.first)
+        gates = contract.DeltaGates(run.array(step.a_log.name), run.array(step.dt_bias.name), step.first)
         value, output, (before, *when) = run.sequences(step.value), run.sequences(step.output), _state(step, run)
         return [run.kernels.recurrent.gated_delta(value, run.sequences(step.gates), gates, before, output, *when)]
 
@@ -68,7 +59,7 @@ class UpdateSpaces(UpdateMatrices):
 
     def launches(self, step: SelectiveScan, run: Launching, next_early: bool) -> list[Any]:  # type: ignore[override]
         a_log, dt_bias, skip = (run.array(each.name) for each in (step.a_log, step.dt_bias, step.skip))
-        gates = ScanGates(a_log, dt_bias, skip, step.first)
+        gates = contract.ScanGates(a_log, dt_bias, skip, step.first)
         value, output, (before, *when) = run.sequences(step.value), run.sequences(step.output), _state(step, run)
         return [run.kernels.recurrent.selective_scan(value, run.sequences(step.gates), gates, before, output, *when)]
 
@@ -80,14 +71,16 @@ class NormGated(_OwnDtype):
         if step.norm.bias is not None or step.norm.offset:
             return "there is no kernel for layer norms, or norms with an offset, that are gated"
         size = step.norm.weight.shape[0]
-        return group_refusal(size // step.heads) if step.gates_first else norm_refusal(size)
+        return contract.group_refusal(size // step.heads) if step.gates_first else contract.norm_refusal(size)
 
     def launches(self, step: GatedNorm, run: Launching, next_early: bool) -> list[Any]:
         of_norm = run.array(step.norm.weight.name), step.norm.epsilon, step.first
         value, gate, output = map(run.sequences, (step.value, step.gate, step.output))
         if step.gates_first:
-            return [run.kernels.recurrent.gated_group_norm(value, gate, GroupNorm(*of_norm, step.heads), output)]
-        norm = GatedHeadNorm(*of_norm)
+            return [
+                run.kernels.recurrent.gated_group_norm(value, gate, contract.GroupNorm(*of_norm, step.heads), output)
+            ]
+        norm = contract.GatedHeadNorm(*of_norm)
         return [run.kernels.recurrent.gated_norm(value, gate, norm, output)]
 
 

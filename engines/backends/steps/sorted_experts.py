@@ -46,7 +46,6 @@ class _Sorted(Implementation[Any]):
 
     @staticmethod
     def _sizes(step: _OfExperts, program: Program) -> tuple[int, int, int]:
-        """Pairs, experts and rows of a tile."""
         pairs, experts = step_rows(step, program) * step.mixture.chosen, step.mixture.experts
         return pairs, experts, rows_of_tiles(pairs, experts)
 

@@ -8,18 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from edgellm.engines.backends.steps import experts
 from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
-from edgellm.engines.backends.steps.experts import (
-    ChooseByRow,
-    ChooseExperts,
-    DownExperts,
-    DownPairs,
-    GateUpExperts,
-    GateUpPairs,
-    RouteExperts,
-    RouteFewRows,
-    for_kernels,
-)
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
@@ -28,52 +18,40 @@ from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated,
 from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows, TokenInputsInPlace
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model import steps
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import Edge, without_layer
-from edgellm.engines.model.steps import (
-    Add,
-    AddResidual,
-    Assemble,
-    Attention,
-    LinearResidual,
-    NormLinear,
-    NormParts,
-    Scale,
-    SideBySide,
-    SquareSums,
-    Step,
-)
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
 from edgellm.kernels.decode.tilings import Capacity, fastest
 from edgellm.kernels.quantization.row_runs import PackedLayout
 
 _LINEAR: tuple[Implementation[Any], ...] = FewRows(), ManyRows(), PackedRows(), PromptRows()
 #: Of each kind of step, what runs it; of those that do not refuse it the fastest by their clocks, or the first.
-TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
-    Scale: (ScaleRows(),),
-    Add: (AddRows(),),
-    SideBySide: (RowsSideBySide(),),
-    NormParts: (NormPartsInPlace(),),
+TABLE: dict[type[steps.Step], tuple[Implementation[Any], ...]] = {
+    steps.Scale: (ScaleRows(),),
+    steps.Add: (AddRows(),),
+    steps.SideBySide: (RowsSideBySide(),),
+    steps.NormParts: (NormPartsInPlace(),),
     TokenInputs: (TokenInputsInPlace(),),
-    NormLinear: _LINEAR,
-    LinearResidual: _LINEAR,
-    Attention: (FewTokens(), PromptTokens()),
+    steps.NormLinear: _LINEAR,
+    steps.LinearResidual: _LINEAR,
+    steps.Attention: (FewTokens(), PromptTokens()),
     ShortConvolution: (ConvolveColumns(),),
     GatedDelta: (UpdateMatrices(),),
     SelectiveScan: (UpdateSpaces(),),
     GatedNorm: (NormGated(),),
-    ChooseExperts: (ChooseByRow(),),
-    RouteExperts: (RouteFewRows(),),
-    GateUpExperts: (GateUpSorted(), GateUpPairs()),
-    DownExperts: (DownSorted(), DownPairs()),
+    experts.ChooseExperts: (experts.ChooseByRow(),),
+    experts.RouteExperts: (experts.RouteFewRows(),),
+    experts.GateUpExperts: (GateUpSorted(), experts.GateUpPairs()),
+    experts.DownExperts: (DownSorted(), experts.DownPairs()),
     SumRanks: (SumOfRanks(),),
-    SquareSums: (SquaresOfParts(),),
-    AddResidual: (AddNormed(),),
-    Assemble: (JoinColumns(),),
+    steps.SquareSums: (SquaresOfParts(),),
+    steps.AddResidual: (AddNormed(),),
+    steps.Assemble: (JoinColumns(),),
 }
 
 
@@ -152,7 +130,7 @@ def kernel_choice(
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
     if shape.phase == "encode":
         return None, "encoders have kernels of their own"
-    program = for_kernels(replace(model_program(config, passes(shape)[-1][1], share), packed=packed or {}))
+    program = experts.for_kernels(replace(model_program(config, passes(shape)[-1][1], share), packed=packed or {}))
     rows = most_rows(program)
     if rows > MAX_TILED_ROWS and (shape.phase not in PROMPT_PHASES or shape.segment is not None):
         return None, f"kernels take up to {MAX_TILED_ROWS} rows, not {rows}"
@@ -174,12 +152,12 @@ def choose(
 
 
 def _fastest(
-    possible: Sequence[Implementation[Any]], step: Step, program: Program, gpu: Capacity
+    possible: Sequence[Implementation[Any]], step: steps.Step, program: Program, gpu: Capacity
 ) -> Implementation[Any]:
     return fastest(possible, lambda each, gpu: each.clocks(step, program, gpu), gpu)
 
 
-def _possible(step: Step, program: Program, limit: int) -> tuple[list[Implementation[Any]], str]:
+def _possible(step: steps.Step, program: Program, limit: int) -> tuple[list[Implementation[Any]], str]:
     """What runs a step, and why the last of those does not that refuse it."""
     possible, reason = [], "there is no kernel for it"
     for implementation in (each for each in TABLE.get(type(step), ()) if each.suits(step, program)):

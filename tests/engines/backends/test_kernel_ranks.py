@@ -22,9 +22,10 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.sharding import sharded
 from edgellm.engines.model.states import is_recurrent
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import WeightFormat
-from edgellm.kernels.ranks.launcher import blocks_at_once
+from edgellm.kernels.ranks.launcher import CudaRank, RanksArgument, blocks_at_once
 from edgellm.kernels.ranks.twin import NumpyRank
 
 FORMAT = WeightFormat("int4", 32, False, "bfloat16")
@@ -141,3 +142,21 @@ def test_sums_have_no_more_blocks_than_each_gpu_runs_at_once() -> None:
     """Two on a multiprocessor of the smallest: a block waits for one of each other rank. Few where they share a GPU."""
     assert [blocks_at_once(sizes, True) for sizes in ([132, 132], [46, 40], [20, 60])] == [256, 80, 64]
     assert blocks_at_once([132] * 8, False) == 64
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "blocks"),
+    [
+        (4, "sum_few<__half>", 1),
+        (65_536, "sum_few<__half>", 64),
+        (65_540, "sum_many<__half, 1>", 65),
+        (262_144, "sum_many<__half, 1>", 256),
+        (262_148, "sum_many<__half, 4>", 65),
+        (16_777_216, "sum_many<__half, 4>", 256),
+    ],
+)
+def test_where_sums_are_of_few_each_piece_of_four_has_a_thread(size: int, kernel: str, blocks: int) -> None:
+    """Of 256 threads a block; of many, threads go on with pieces behind those of all blocks."""
+    values, rank = DeviceArray(1 << 20, (size,), "float32"), RanksArgument(own=0, count=2, blocks=256)
+    launch = CudaRank(Module(), "float16", rank).sum(values, values)
+    assert (launch.name, launch._config.gridDimX) == (f"ranks::{kernel}", blocks)

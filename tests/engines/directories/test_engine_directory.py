@@ -34,7 +34,7 @@ def test_description_says_what_the_checkpoint_is(plain_directory: Path, limits: 
     assert directory.config.family == "llama"
     assert (directory.config.num_layers, directory.config.hidden_size) == (2, 64)
     assert (directory.config.num_kv_heads, directory.config.head_dim) == (2, 16)
-    assert directory.eos_token_ids == (1,)
+    assert directory.config.eos_token_ids == (1,)
     assert directory.limits == limits
     assert (directory.dtype, directory.attention) == ("float16", "auto")
     assert directory.weight_files == ("model.safetensors",)

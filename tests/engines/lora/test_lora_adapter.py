@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from golden_files import golden_folder
 from safetensors.numpy import load_file, save_file
+from tiny_families import WINDOWED
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
+from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.errors import AdapterError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import LoraConfig
@@ -313,6 +315,20 @@ def test_an_adapter_whose_biases_were_asked_for_and_are_not_there_is_read(
 ) -> None:
     """As PEFT saves it where the base model's linear layers have none."""
     assert LoraAdapter.read(change(adapter, bias=bias), tiny_config).pairs
+
+
+def test_pairs_of_modules_that_nothing_reads_are_left_out(
+    make_checkpoint: Any, make_adapter: Any, tmp_path: Path
+) -> None:
+    """First releases of Gemma 4's class had keys and values in layers that attend to others' rows."""
+    config = read_decoder_config(make_checkpoint(tmp_path / "model", **WINDOWED["gemma4"]))
+    adapter = make_adapter(tmp_path / "adapter", config, targets=["k_proj", "v_proj"])
+    expected = set(LoraAdapter.read(adapter, config).pairs)
+    first, shared = "base_model.model.model.layers.0.self_attn.k_proj.", (f"layers.{index}" for index in (2, 3))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    pair = {name: values for name, values in tensors.items() if name.startswith(first)}
+    change_tensors(adapter, **{name.replace("layers.0", it): pair[name] for it in shared for name in pair})
+    assert set(LoraAdapter.read(adapter, config).pairs) == expected
 
 
 def test_all_problems_come_in_one_error(adapter: Path, tiny_config: DecoderConfig) -> None:

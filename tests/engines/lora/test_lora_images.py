@@ -70,14 +70,14 @@ def change(adapter: Path, target: Path, **settings: object) -> Path:
     return target
 
 
-def with_vision_layers(adapter: Path, target: Path, modules: list[str]) -> Path:
-    """A copy of an adapter which adapts layers of an encoder, too."""
+def with_vision_layers(adapter: Path, target: Path, modules: list[str], trained: float = 1.0) -> Path:
+    """A copy of an adapter which adapts layers of an encoder, too; untrained pairs (0) change nothing."""
     shutil.copytree(adapter, target)
     file = target / "adapter_model.safetensors"
     pairs = {
-        f"base_model.model.{module}.lora_{kind}.weight": np.ones((2, 2), np.float32)
+        f"base_model.model.{module}.lora_{kind}.weight": np.full((2, 2), value, np.float32)
         for module in modules
-        for kind in "AB"
+        for kind, value in (("A", 1.0), ("B", trained))
     }
     save_file({name: values.astype(np.float32) for name, values in tensors_of(file).items()} | pairs, file)
     return target
@@ -146,6 +146,8 @@ def test_adapted_vision_layers_are_counted_and_what_excludes_them_is_said(base: 
     message = str(caught.value)
     assert f"it adapts {len(layers)} layers of encoders ({2 * len(layers)} tensors" in message
     assert "(1 problems)" in message
+    untrained = with_vision_layers(GOLDENS / name, tmp_path / "untrained", layers, trained=0.0)
+    assert LoraAdapter.read(untrained, GoldenModel(base).config).pairs
     exclude = json.loads('"' + re.search(r"exclude_modules='(.*)'", message)[1] + '"')
     again = LoraConfig.read(change(GOLDENS / name, tmp_path / "excluding", exclude_modules=exclude))
     assert again.problems == ()

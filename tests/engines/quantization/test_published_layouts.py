@@ -77,6 +77,7 @@ def test_settings_of_modelopt_stand_in_either_file(tmp_path: Path) -> None:
         specs = decoder_weights(decoder_config(one.config, one.generation_config))
         for part, shape in (part for spec in specs for part in spec.parts):
             assert one.weight_format(part, shape) == other.weight_format(part, shape), part
+    del settings["quant_method"]  # as ModelOpt 0.31 left it out
     settings["quant_algo"] = "MXFP8"
     (within / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     with pytest.raises(CheckpointError, match="'quant_algo' is 'MXFP8', expected FP8"):

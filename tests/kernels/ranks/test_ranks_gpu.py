@@ -125,9 +125,10 @@ def test_columns_come_together_on_the_first(rows: int, widths: tuple[int, ...]) 
 
 
 @pytest.mark.usefixtures("queues")
-def test_a_rank_that_does_not_come_is_named_and_nothing_hangs() -> None:
+@pytest.mark.parametrize("size", [64, 65_540])
+def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(size: int) -> None:
     with opened_ranks((0, 0, 0), wait_seconds=0.3) as ranks:
-        values = ranks.arrays([np.ones(64, np.float32)] * 3)
+        values = ranks.arrays([np.ones(size, np.float32)] * 3)
         step = run(ranks, lambda rank, kernels: [kernels.sum(values[rank], values[rank])] if rank != 1 else [])
         before = time.monotonic()
         step()
