@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm import __version__
-from edgellm.commands.console import explaining, show_logs
+from edgellm.commands.console import BROKEN_PIPE, explaining, show_logs
 from edgellm.commands.options import LogOptions
 from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.table import option, takes_options
@@ -66,6 +66,10 @@ def run(arguments: Sequence[str]) -> None:
             create_app()(args=list(arguments), prog_name="edgellm")
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # of which typer makes a 1
+            sys.exit(BROKEN_PIPE)
+        raise
 
 
 def create_app() -> typer.Typer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,17 @@ def test_help_on_a_full_disk_is_an_error_like_others(
             run(command.split())
     assert left.value.code == 1
     assert capsys.readouterr().err == "error: the output cannot be read or written: No space left on device\n"
+
+
+def test_help_that_nobody_reads_ends_as_other_output_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        with pytest.raises(SystemExit) as left:
+            run(["--help"])
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is left in the buffer
+    assert left.value.code == 141
 
 
 @pytest.fixture
