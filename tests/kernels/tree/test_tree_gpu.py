@@ -293,7 +293,7 @@ def test_captured_round(gpu, caplog):
 
     with caplog.at_level(logging.WARNING):
         launch = gpu.capture(step, "a round of drafting")
-    assert not caplog.records
+    assert not any("capture" in record.message for record in caplog.records)  # kernels may be compiled meanwhile
     for replay in range(20):
         for level, logits in enumerate(drafting.logits, 1):
             logits[...] = reference.random_logits(rng, *logits.shape, ("ordinary", "ties")[replay % 2])
