@@ -7,7 +7,7 @@ fraction of its rows', and a GPU makes rows of them in microseconds.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.errors import ImageError
 from edgellm.engines.formats.tensors import convert
+from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
 from edgellm.multimodal import image_layout
@@ -45,7 +46,7 @@ class DevicePatches:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._tables: OrderedDict[_Key, _Tables | None] = OrderedDict()
+        self._tables: RecentlyUsed[_Key, _Tables | None] = RecentlyUsed(_KEPT_TABLES)
         self._latest: deque[_Key] = deque(maxlen=_KEPT_TABLES)
         self._buffers: dict[str, Array] = {}
 
@@ -90,15 +91,12 @@ class DevicePatches:
     def _tables_of(self, size: image_layout.Size, layout: image_layout.ImageLayout) -> _Tables | None:
         """The tables for images of a size; None for its first image, and for what kernels do not do as Pillow does."""
         key = size, layout
-        if key not in self._tables:
-            if key not in self._latest:
-                self._latest.append(key)
-                return None
-            self._tables[key] = self._new_tables(size, layout)
-            if len(self._tables) > _KEPT_TABLES:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
-        return self._tables[key]
+        if key in self._tables:
+            return self._tables.find(key)
+        if key not in self._latest:
+            self._latest.append(key)
+            return None
+        return self._tables.keep(key, self._new_tables(size, layout))
 
     def _new_tables(self, size: image_layout.Size, layout: image_layout.ImageLayout) -> _Tables | None:
         used = layout.used_part()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from edgellm.engines.families.vision_config import position_table
 from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
+from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
+from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import DevicePatches
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
@@ -79,11 +80,13 @@ class VisionEngineRunner:
         self._engines = LoadedEngines(backend, shapes)
         self._weights: dict[str, Array] = {}
         self._buffers: dict[str, Array] = {}
-        self._grids: OrderedDict[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = OrderedDict()
+        self._grids: RecentlyUsed[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = RecentlyUsed(_KEPT_GRIDS)
         self._device_patches = DevicePatches(backend)
         self._position_table: np.ndarray | None = None
         self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes, video_tokens)
-        self.cache = EmbeddingCache(self.memory["image embeddings"])
+        #: Embeddings by the digests of their content.
+        self.cache: RecentlyUsed[str, MediaEmbeddings]
+        self.cache = RecentlyUsed(self.memory["image embeddings"], attrgetter("nbytes"))
 
     @classmethod
     def open(cls, backend: Backend, directory: EngineDirectory, cache_bytes: int | None = None) -> VisionEngineRunner:
@@ -116,14 +119,14 @@ class VisionEngineRunner:
         if not self._weights:
             raise EngineError("the vision encoder has no weights: call load() first")
         embeddings: list[MediaEmbeddings] = []
-        known = {image.digest: self.cache.get(image.digest) for image in images}  # before others push them out
+        known = {image.digest: self.cache.find(image.digest) for image in images}  # before others push them out
         for image in images:
             self.metrics.images += 1
             found = known[image.digest]
             self.metrics.cache_hits += found is not None
             if found is None:
                 found = known[image.digest] = self._encode(image)
-                self.cache.put(found)
+                self.cache.keep(image.digest, found)
             embeddings.append(found)
         return embeddings
 
@@ -158,16 +161,13 @@ class VisionEngineRunner:
 
     def _inputs_of(self, grid: Grid) -> tuple[VisionLayout, EngineShape, dict[str, Array]]:
         """Layout, engine shape and the engine's inputs that depend on the grid alone."""
-        found = self._grids.get(grid)
+        found = self._grids.find(grid)
         if found is None:
             layout = vision_layout(self.config, grid, self._position_table)
             shape = vision_shape(self._rows_for(layout.rows, grid))
             padded = layout.padded(self.config, shape)
             arrays = {name: uploaded(self.backend, values) for name, values in padded.items()}
-            found = self._grids[grid] = layout, shape, arrays
-            if len(self._grids) > _KEPT_GRIDS:
-                self._grids.popitem(last=False)
-        self._grids.move_to_end(grid)
+            found = self._grids.keep(grid, (layout, shape, arrays))
         return found
 
     def _rows_for(self, rows: int, grid: Grid) -> int:

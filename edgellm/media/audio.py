@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from operator import attrgetter
 
 import numpy as np
 
@@ -14,8 +15,9 @@ from edgellm.engines.errors import at_place
 from edgellm.engines.families.audio_encoders import AUDIO_CACHE_BYTES, audio_inputs, audio_memory
 from edgellm.engines.families.programs import model_program, model_weights
 from edgellm.engines.model.limits import EngineShape, audio_shape
+from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
+from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.errors import AudioError
 from edgellm.kernels.arrays import Array
 from edgellm.metrics import Metrics
@@ -41,7 +43,7 @@ class AudioEncoder:
         self.mel = read_mel_config(directory.path, self.config)
         chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
         self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
-        self._cache = EmbeddingCache(AUDIO_CACHE_BYTES)
+        self._cache: RecentlyUsed[str, MediaEmbeddings] = RecentlyUsed(AUDIO_CACHE_BYTES, attrgetter("nbytes"))
         self._weights: dict[str, Array] = {}
         #: Inputs and outputs of engines, by their shape: of one where these are fixed.
         self._arrays: dict[EngineShape, dict[str, Array]] = {}
@@ -69,7 +71,7 @@ class AudioEncoder:
         """The rows of each window of each piece; those of windows that are not known are computed."""
         started, found, reused = time.perf_counter(), list[MediaEmbeddings](), 0
         for piece in pieces:
-            known = [self._cache.get(digest) for digest in piece.digests]
+            known = [self._cache.find(digest) for digest in piece.digests]
             reused += None not in known
             for first, last in _unknown(known, self.config.lead_windows, self.config.run_windows):
                 lead = max(0, first - self.config.lead_windows)
@@ -78,7 +80,7 @@ class AudioEncoder:
             for each in known:
                 assert each is not None
                 found.append(each)
-                self._cache.put(each)
+                self._cache.keep(each.digest, each)
         if reused < len(pieces):  # the time counts until the rows are there
             self._backend.synchronize()
         tokens = sum(piece.tokens for piece in pieces)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.speculation.constraints import mask_of, mask_words
 from edgellm.errors import ConstraintError, RequestError
-from edgellm.structure.steps import RecentlyUsed, check_grammar
+from edgellm.structure.steps import check_grammar
 
 if TYPE_CHECKING:
     from edgellm.text.tokenizer import Tokenizer

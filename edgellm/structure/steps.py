@@ -1,12 +1,10 @@
 """Bounds on what a request sent: steps that walks may take together, one pass over things that refer to one another,
-what is kept of earlier ones, and what tries a grammar elsewhere before it is compiled."""
+and what tries a grammar elsewhere before it is compiled."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from edgellm.errors import RequestError
 
@@ -16,8 +14,6 @@ MOST_STEPS = 200_000
 LONGEST_PATH = 200
 Node = TypeVar("Node")
 Value = TypeVar("Value")
-Key = TypeVar("Key")
-Kept = TypeVar("Kept")
 
 
 class Steps:
@@ -64,34 +60,6 @@ def check_path(links: int, what: str) -> None:
         raise RequestError(
             f"{what} refers from one place to the next more than {LONGEST_PATH} times in a row: say less in it"
         )
-
-
-class RecentlyUsed(Generic[Key, Kept]):
-    """Keeps the values that were used last, by key. Any thread may use it."""
-
-    def __init__(self, most: int) -> None:
-        """The one of more than `most` values goes that was not used for the longest time."""
-        self.most, self._lock = most, threading.Lock()
-        self._kept: OrderedDict[Key, Kept] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def find(self, key: Key) -> Kept | None:
-        """The value that was kept under a key; None where there is none."""
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-            return found
-
-    def keep(self, key: Key, value: Kept) -> Kept:
-        """Keep a value, and give it."""
-        with self._lock:
-            self._kept[key] = value
-            if len(self._kept) > self.most:
-                self._kept.popitem(last=False)
-            return value
 
 
 #: Raises RequestError for a grammar that does not compile or takes too much.

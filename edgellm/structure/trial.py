@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.errors import EngineError, RequestError
-from edgellm.structure.steps import RecentlyUsed
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import Definition

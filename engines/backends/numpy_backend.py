@@ -30,6 +30,7 @@ from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_me
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.images.twin import NumpyImages
@@ -122,7 +123,8 @@ class NumpyBackend:
     ) -> None:
         self._configs: dict[str, ModelConfig | None]
         self._configs = {"base": config, "draft": draft, "vision": vision, "audio": audio}
-        self._programs: dict[EngineShape, Program] = {}
+        #: Engines of prompts are made anew for each.
+        self._programs: RecentlyUsed[EngineShape, Program] = RecentlyUsed(_KEPT_PROGRAMS)
         self.made = Made()
         self.kernels = NumpySampling()
 
@@ -205,11 +207,7 @@ class NumpyBackend:
         config = self._configs[shape.model]
         if config is None:
             raise EngineError(f"{shape.name} was asked for, but there is no {shape.model} model")
-        program = self._programs.pop(shape, None) or model_program(config, shape)
-        self._programs[shape] = program  # the latest are kept: engines of prompts are made anew for each
-        if len(self._programs) > _KEPT_PROGRAMS:
-            del self._programs[next(iter(self._programs))]
-        return program
+        return self._programs.find(shape) or self._programs.keep(shape, model_program(config, shape))
 
     def scratch_bytes(self) -> int:
         """NumPy's temporaries are small and short-lived."""

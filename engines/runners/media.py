@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,41 +49,6 @@ class MediaEmbeddings:
     def nbytes(self) -> int:
         """Memory of all arrays."""
         return sum(array.nbytes for array in (self.rows, *self.deepstack))
-
-
-class EmbeddingCache:
-    """Embeddings that were made lately, by the digests of their content: `capacity` bytes at most, and what was used
-    longest ago goes first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.nbytes = 0
-        self._entries: OrderedDict[str, MediaEmbeddings] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, digest: str) -> MediaEmbeddings | None:
-        """The embeddings of the content with that digest, which then count as just used."""
-        found = self._entries.get(digest)
-        if found is not None:
-            self._entries.move_to_end(digest)
-        return found
-
-    def put(self, embeddings: MediaEmbeddings) -> None:
-        """Keep embeddings, unless they alone are too large."""
-        if embeddings.nbytes > self.capacity or embeddings.digest in self._entries:
-            return
-        self._entries[embeddings.digest] = embeddings
-        self.nbytes += embeddings.nbytes
-        while self.nbytes > self.capacity:
-            _, oldest = self._entries.popitem(last=False)
-            self.nbytes -= oldest.nbytes
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-        self.nbytes = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
+from edgellm.engines.recently_used import RecentlyUsed
+from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.multimodal.vision_runner import VisionEngineRunner, vision_memory
 
 
@@ -157,7 +159,7 @@ def test_what_it_takes_is_planned(directory: EngineDirectory) -> None:
 
 def test_as_many_embeddings_are_kept_as_large_images_take(runner: VisionEngineRunner) -> None:
     hidden, tokens = runner.config.out_hidden_size, 256 // 4
-    assert runner.cache.capacity == runner.memory["image embeddings"] == 64 * tokens * hidden * 4
+    assert runner.cache.most == runner.memory["image embeddings"] == 64 * tokens * hidden * 4
     large = replace(runner.config, out_hidden_size=1 << 14)
     assert vision_memory(large, (4096,), "float16")["image embeddings"] == 64 << 20
 
@@ -167,23 +169,23 @@ def embeddings(digest: str, rows: int) -> MediaEmbeddings:
 
 
 def test_the_cache_drops_what_was_used_longest_ago() -> None:
-    cache = EmbeddingCache(100)
+    cache = RecentlyUsed(100, attrgetter("nbytes"))
     for digest in "abc":
-        cache.put(embeddings(digest, 2))  # 32 bytes each
-    assert cache.get("a") is not None
-    cache.put(embeddings("d", 2))
-    assert cache.get("b") is None
-    assert all(cache.get(digest) is not None for digest in "acd")
-    assert (cache.nbytes, len(cache)) == (96, 3)
+        cache.keep(digest, embeddings(digest, 2))  # 32 bytes each
+    assert cache.find("a") is not None
+    cache.keep("d", embeddings("d", 2))
+    assert cache.find("b") is None
+    assert all(cache.find(digest) is not None for digest in "acd")
+    assert (cache.size, len(cache)) == (96, 3)
 
 
 def test_the_cache_holds_no_image_larger_than_itself() -> None:
-    cache = EmbeddingCache(100)
-    cache.put(embeddings("a", 2))
-    cache.put(embeddings("large", 7))
-    assert cache.get("large") is None
-    assert cache.get("a") is not None
-    cache.put(embeddings("a", 2))
-    assert cache.nbytes == 32
+    cache = RecentlyUsed(100, attrgetter("nbytes"))
+    cache.keep("a", embeddings("a", 2))
+    cache.keep("large", embeddings("large", 7))
+    assert cache.find("large") is None
+    assert cache.find("a") is not None
+    cache.keep("a", embeddings("a", 2))
+    assert cache.size == 32
     cache.clear()
-    assert (cache.nbytes, len(cache)) == (0, 0)
+    assert (cache.size, len(cache)) == (0, 0)
