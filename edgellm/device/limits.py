@@ -11,12 +11,12 @@ import ctypes
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.closing import Closing
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import MACROS
 from edgellm.kernels.gpu import GPU, find_gpu
@@ -125,7 +125,7 @@ class DeviceLimits(NamedTuple):
     clock_ghz: float = 0.0
 
 
-class Reader:
+class Reader(Closing):
     """The kernels, in the context that is current, with the memory that they read until it is closed."""
 
     def __init__(self) -> None:
@@ -138,10 +138,8 @@ class Reader:
         cuda.memset_d8_async(int(self._memory), 0, _BYTES, self._stream)
         self._module = KernelModule(gpu, self._stream)
 
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Let go of the memory."""
         self._module.close()
         self._memory.free()
         self._out.free()
