@@ -8,7 +8,7 @@ feeds become tokens together with the text around them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -108,15 +108,24 @@ def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[
     if vision is None or vision.config.family != "gemma3":
         return str
     ids = (vision.config.vision_start_token_id, vision.config.image_token_id, vision.config.vision_end_token_id)
-    before, image, behind = (None if each is None else tokenizer.id_to_token(each) for each in ids)
-    if before is None or image is None or behind is None:
-        raise EngineDirectoryError(
-            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for the "
-            "beginning of an image, for a part of it and for its end: take tokenizer.json as it was published"
-        )
+    stand_for = "the beginning of an image, for a part of it and for its end"
+    before, image, behind = _token_texts(directory, tokenizer, ids, stand_for)
     marker = re.compile(f"{re.escape(before)}(?!{re.escape(image)})")
     written = f"\n\n{before}{image}{behind}\n\n"
     return lambda text: marker.sub(lambda match: written, text)
+
+
+def _token_texts(
+    directory: EngineDirectory, tokenizer: Tokenizer, ids: Sequence[int | None], stand_for: str
+) -> list[str]:
+    """The texts of tokens; EngineDirectoryError where the tokenizer lacks one of them."""
+    texts = [text for each in ids if each is not None and (text := tokenizer.id_to_token(each)) is not None]
+    if len(texts) < len(ids):
+        raise EngineDirectoryError(
+            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for "
+            f"{stand_for}: take tokenizer.json as it was published"
+        )
+    return texts
 
 
 def _begun_behind_images(
@@ -125,12 +134,7 @@ def _begun_behind_images(
     """PaliGemma's: the token of a text's beginning stands behind the last image, a line feed behind the text, as the
     published processor writes them. A text that has the former there is left as it is."""
     ids = (vision.image_token_id, directory.config.bos_token_id)
-    image, begin = (None if each is None else tokenizer.id_to_token(each) for each in ids)
-    if image is None or begin is None:
-        raise EngineDirectoryError(
-            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for a part of "
-            "an image and for the beginning of a text: take tokenizer.json as it was published"
-        )
+    image, begin = _token_texts(directory, tokenizer, ids, "a part of an image and for the beginning of a text")
 
     def written(text: str) -> str:
         images, marker, question = text.rpartition(image)
