@@ -112,8 +112,9 @@ class LinearTensors:
         """The bytes of a tensor that consists of blocks: uint8 [nbytes]."""
         return self._found(ending)[2]
 
-    def floats(self, ending: str) -> np.ndarray:
-        """A tensor of floats as float32; 8-bit ones, too. Raises CheckpointError for NaN and infinities."""
+    def scales(self, ending: str, may_vanish: bool = False) -> np.ndarray:
+        """A tensor of floats as float32, 8-bit ones, too. Raises CheckpointError for NaN, infinities and zeros; some
+        may be 0 where small ones `may_vanish` in their dtype, though not all."""
         dtype, shape, data = self._found(ending)
         if dtype in FP8:
             values = code_values("fp8")[data].reshape(shape)
@@ -121,15 +122,8 @@ class LinearTensors:
             values = np.empty(shape, np.float32)
             float32_into(data.view(STORAGE[dtype]).reshape(shape), dtype, values)
         self.check(ending, np.isfinite(values), values, "finite numbers")
-        return values
-
-    def scales(self, ending: str, may_vanish: bool = False) -> np.ndarray:
-        """`floats` other than 0; some may be 0 where small ones `may_vanish` in their dtype, though not all."""
-        values = self.floats(ending)
-        wrong = values == 0
-        if may_vanish and not wrong.all():
-            return values
-        self.check(ending, ~wrong, values, "numbers other than 0")
+        if not (may_vanish and values.any()):
+            self.check(ending, values != 0, values, "numbers other than 0")
         return values
 
     def input_scales(self) -> np.ndarray | None:

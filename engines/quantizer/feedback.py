@@ -56,9 +56,7 @@ def quantize_in_turn(
     sampled = sampled_rows(weights)
 
     def error(damping: float | None) -> float:
-        difference = quantized(sampled, damping).values() - sampled
-        outputs = np.dot(difference, seen.sample.T)
-        return float(np.einsum("ns,ns->", outputs, outputs, dtype=np.float64))
+        return seen.squared_outputs(quantized(sampled, damping).values() - sampled)
 
     return quantized(weights, min((*_DAMPINGS, None), key=error))
 

@@ -57,16 +57,14 @@ def quantize_rows(
     if columns % group:
         raise ValueError(f"groups of {group} do not divide {columns} columns")
     counts = columns // group
-    if factors is not None and factors.ndim == 1:
-        factors = factors.reshape(counts, 1, group)
+    factors = _of_groups(factors, counts)
     codes = np.empty((rows, columns), np.uint8)
     scales, zeros = np.empty((rows, counts), np.float32), np.empty((rows, counts), np.uint8)
 
     def quantize_block(block: tuple[slice, slice]) -> None:
         own, groups = block
         part = slice(groups.start * group, groups.stop * group)
-        grouped = weights[own, part].reshape(-1, groups.stop - groups.start, group).transpose(1, 0, 2)
-        grouped = np.ascontiguousarray(grouped, np.float32)
+        grouped = _grouped(weights[own, part], group)
         found, zero = _search(grouped, format, None if factors is None else factors[groups], clipping)
         values = np.rint(grouped / found[..., None])
         values += zero[..., None]
@@ -88,18 +86,14 @@ def unbiased(weights: np.ndarray, packed: PackedWeight, factors: np.ndarray | No
     """
     (rows, columns), format = weights.shape, packed.format
     group = format.group or columns
-    if factors is not None and factors.ndim == 1:
-        factors = factors.reshape(columns // group, 1, group)
+    factors = _of_groups(factors, columns // group)
     scales = np.empty_like(packed.scales)
     middle = np.float32(1 << format.bits - 1)
 
     def scale_block(block: tuple[slice, slice]) -> None:
         own, groups = block
         part = slice(groups.start * group, groups.stop * group)
-        wanted, steps = (
-            each[own, part].reshape(-1, groups.stop - groups.start, group).transpose(1, 0, 2).astype(np.float32)
-            for each in (weights, packed.codes)
-        )
+        wanted, steps = _grouped(weights[own, part], group), _grouped(packed.codes[own, part], group)
         steps -= middle if packed.zeros is None else packed.zeros[own, groups].T[..., None]
         if factors is not None:
             wanted, steps = _times(wanted, factors[groups]), _times(steps, factors[groups])
@@ -134,6 +128,16 @@ def _blocks(rows: int, counts: int, group: int) -> Iterator[tuple[slice, slice]]
     for start in range(0, rows, high):
         for first in range(0, counts, wide):
             yield slice(start, min(rows, start + high)), slice(first, min(counts, first + wide))
+
+
+def _grouped(values: np.ndarray, group: int) -> np.ndarray:
+    """A copy of [R, groups * size], float32 [groups, R, size]."""
+    return values.reshape(len(values), -1, group).transpose(1, 0, 2).astype(np.float32, order="C")
+
+
+def _of_groups(factors: np.ndarray | None, count: int) -> np.ndarray | None:
+    """Factors as `quantize_rows` takes them, of each of so many groups: [groups, size or 1, size]."""
+    return factors.reshape(count, 1, -1) if factors is not None and factors.ndim == 1 else factors
 
 
 def _search(

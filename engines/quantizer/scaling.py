@@ -116,8 +116,7 @@ def output_error(
     difference = packed.values()
     difference /= scales
     difference -= weights
-    outputs = np.dot(difference, seen.sample.T)
-    return float(np.einsum("ns,ns->", outputs, outputs, dtype=np.float64))
+    return seen.squared_outputs(difference)
 
 
 def scale_norm(weight: np.ndarray, offset: float, scales: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:

@@ -43,6 +43,11 @@ class InputStatistics:
         """`factors` for inputs that are divided by `scales` [K]."""
         return self.factors / (scales if self.factors.ndim == 1 else scales.reshape(*self.factors.shape[:2], 1))
 
+    def squared_outputs(self, weights: np.ndarray) -> float:
+        """The sum of the squared outputs of `weights` [N, K] for the sampled inputs."""
+        outputs = np.dot(weights, self.sample.T)
+        return float(np.einsum("ns,ns->", outputs, outputs, dtype=np.float64))
+
 
 class Observation:
     """Sums over the rows that a linear layer took so far, `count` in all."""
