@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, read_index
+from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.description import ModelSource
 from edgellm.engines.errors import explained
 from edgellm.engines.formats.digests import current_digest, file_blocks
@@ -239,28 +241,17 @@ def _download(download: Download, api: HfApi, progress: Progress) -> None:
         if download.files[name].link and (download.folder / name).exists():
             _remove(download, name)
     total = sum(file.size for name, file in missing.items() if not download.blob(name).exists())
-    check_space(
-        download.storage,
-        total,
-        HubError,
-        f"for {download.repository} in the hub's cache. Free some space, or choose another disk (HF_HOME)",
-    )
-    done = 0
-
-    def advance(count: float | None) -> None:
-        nonlocal done
-        done += int(count or 0)
-        progress("download", min(done, total), total)
-
+    check_space(download.storage, total, HubError, f"{download.repository} in the hub's cache", " (HF_HOME)")
+    advance = counted(total, partial(progress, "download"))
     for name in missing:
         api.hf_hub_download(download.repository, name, revision=download.commit, tqdm_class=_bar(advance))
     with ThreadPoolExecutor(min(usable_cores(), _MOST_CHECKS)) as pool:  # the hub's digests are of whole files
         list(pool.map(lambda item: _check(download, *item), download.files.items()))
     if missing:
-        progress("download", total, total)
+        advance(total)
 
 
-def _bar(advance: Callable[[float | None], None]) -> type[Any]:
+def _bar(advance: Callable[[int], None]) -> type[Any]:
     """A class of progress bars that show nothing and tell how many bytes came."""
     from huggingface_hub.utils import tqdm
 
@@ -269,7 +260,7 @@ def _bar(advance: Callable[[float | None], None]) -> type[Any]:
             super().__init__(*arguments, **options | {"disable": True})
 
         def update(self, n: float | None = 1) -> None:
-            advance(n)
+            advance(int(n or 0))
 
         def update_transfer(self, n: float) -> None:
             """Bytes on the network, which may be fewer than those of the file."""

@@ -26,7 +26,7 @@ from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine, TensorRTPlans
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
+from edgellm.engines.checkpoints.weights import FiniteCheck, counted, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.families.programs import model_program
@@ -166,14 +166,7 @@ class CudaBackend(CudaDevice):
         weights = {spec.name: memory[spec.name] for spec in dense}
         zeros = sum(paddings[spec.name].zeros for spec in dense if spec.name in paddings)
         total = sum(array.nbytes for array in memory.values()) - zeros * ITEM_SIZES[self.compute_dtype]
-        done = 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            if progress:
-                progress(done, total)
-
+        advance = counted(total, progress)
         for spec, offset, values in iterate_weight_parts(checkpoint, dense, self.compute_dtype):
             whole, padding = weights[spec.name].reshape(-1), paddings.get(spec.name)
             first = offset // values.itemsize
@@ -185,7 +178,7 @@ class CudaBackend(CudaDevice):
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
         if packed:
             found |= PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, memory, advance)
-            advance(total - done)  # layouts are planned for the most
+            advance(total)  # layouts are planned for the most
             seconds = time.perf_counter() - started
             logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
         self.load_kernels(found)

@@ -13,7 +13,7 @@ from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.rank_memory import RankMemory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weights import FiniteCheck, computed_ahead, iterate_weight_parts, part_places
+from edgellm.engines.checkpoints.weights import FiniteCheck, computed_ahead, counted, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import model_program
@@ -103,14 +103,7 @@ class RankWeights:
             with backend.current():
                 loaded.append(backend.zeros_side_by_side(self._edge(rank)))
         total = sum(array.nbytes for arrays in loaded for array in arrays.values())
-        done = 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done = min(total, done + count)
-            if progress:
-                progress(done, total)
-
+        advance = counted(total, progress)
         layouts = self.layouts[0]
         dense = [spec for name, spec in self._specs.items() if name not in layouts]
         for spec, offset, values in iterate_weight_parts(checkpoint, dense, self._dtype):

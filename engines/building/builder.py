@@ -19,7 +19,6 @@ from edgellm.engines.building import checks
 from edgellm.engines.building.draft_weights import with_packed_draft
 from edgellm.engines.building.inputs import (
     BuildInputs,
-    counted,
     read_adapters,
     read_decoder_config,
     read_inputs,
@@ -29,15 +28,15 @@ from edgellm.engines.building.inputs import (
     write_made_files,
 )
 from edgellm.engines.building.kernels import KERNEL_BYTES, check_compiler, compile_kernels
-from edgellm.engines.building.planning import FOR_SPACE, Progress, build_into, choose_plans, finished, shapes_of
+from edgellm.engines.building.planning import Progress, build_into, choose_plans, finished, shapes_of
 from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
+from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.description import ModelSource, write_description
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DTYPES
 from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError, explained
-from edgellm.engines.formats.digests import copy_hashed, remember_digest
-from edgellm.engines.formats.small_files import size_limit
+from edgellm.engines.formats.digests import copy_published, remember_digest
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, MTP
@@ -150,8 +149,9 @@ def build_engine_directory(
         plans = choose_plans(report, inputs.models, platforms, asked.all_plans, packed)
         copied = inputs.head_bytes + (inputs.weight_bytes if asked.weights == "copy" else 0)
         needed = copied + checks.plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
-        advice = FOR_SPACE + (", or take --weights link" if asked.weights == "copy" else "")
-        check_space(target.parent, needed + len(asked.kernels) * KERNEL_BYTES, BuildError, advice)
+        needed += len(asked.kernels) * KERNEL_BYTES
+        or_else = ", or take --weights link" if asked.weights == "copy" else ""
+        check_space(target.parent, needed, BuildError, "the engine directory", or_else)
         report.seconds |= {"draft": packing, "check": time.perf_counter() - started - packing}
         asked.progress("check", 1, 1)
         _make(staged, inputs, report, plans, asked)
@@ -228,13 +228,10 @@ def _make(
     """Write the directory under another name, let it be checked, then move it to its place."""
     target, progress, attention = report.path, asked.progress, asked.attention
     advance = counted(inputs.weight_bytes, partial(progress, "weights"))
-    started, never = time.perf_counter(), threading.Event()
-    for name in (*inputs.published, *inputs.weights):
+    started = time.perf_counter()
+    for name in inputs.weights:
         (staged.path / name).parent.mkdir(parents=True, exist_ok=True)
-    published = {
-        name: copy_hashed(path, staged.path / name, never, limit=size_limit(path.name))
-        for name, path in inputs.published.items()
-    }
+    published = {name: copy_published(path, staged.path / name) for name, path in inputs.published.items()}
 
     def keep(platform: Platform, plan: PlanBytes) -> None:
         network = network_digest(inputs.models[plan.shape.model], plan.shape, report.dtype, attention)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,16 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.engines.building.inputs import counted
 from edgellm.engines.checkpoints.torch_file import TorchFile
-from edgellm.engines.checkpoints.weight_files import INDEX_FILE, PICKLE_ENDINGS, SINGLE_FILE
+from edgellm.engines.checkpoints.weight_files import (
+    INDEX_FILE,
+    PICKLE_ENDINGS,
+    SINGLE_FILE,
+    indexed_files,
+    tensor_files,
+)
+from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
 from edgellm.engines.errors import CheckpointError, explained
-from edgellm.engines.formats.digests import copy_hashed
+from edgellm.engines.formats.digests import copy_published
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import check_ordinary, size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
-from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.quantizer import written_layout
 from edgellm.kernels.user_paths import printable
 
@@ -78,7 +82,7 @@ def convert_checkpoint(
         copied = _files_to_copy(source)
         total = sum(file.tensors[name].nbytes for name, file in tensors.items())
         needed = total + sum((source / name).stat().st_size for name in copied)
-        check_space(target.parent, needed, CheckpointError, written_layout.FOR_SPACE)
+        check_space(target.parent, needed, CheckpointError, "the checkpoint")
         failing = f"{target} was not written, and nothing was left behind"
         with explained(failing, CheckpointError, names_file=True):
             _write(source, target, copied, [dict.fromkeys(file.tensors, file) for file in opened], force, progress)
@@ -93,11 +97,9 @@ def _write(
     source: Path, target: Path, copied: Sequence[str], shards: list[Tensors], force: bool, progress: Progress
 ) -> None:
     total = sum(file.tensors[tensor].nbytes for shard in shards for tensor, file in shard.items())
-    never = threading.Event()
     with StagedDirectory(target) as staged:
         for name in copied:
-            (staged.path / name).parent.mkdir(exist_ok=True)
-            copy_hashed(source / name, staged.path / name, never, limit=size_limit(name))
+            copy_published(source / name, staged.path / name)
         names = [SINGLE_FILE]
         if len(shards) > 1:
             names = written_layout.shard_names(len(shards))
@@ -146,37 +148,15 @@ def _weight_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
-    index = JSONObject.read(path, CheckpointError, "Copy it from the checkpoint's source", size_limit(path.name))
-    weight_map = index.get("weight_map", "dict")
-    for name, shard in weight_map.items():
-        plain = (
-            isinstance(shard, str)
-            and Path(shard).name == shard
-            and shard.endswith(PICKLE_ENDINGS)
-            and "\\" not in shard
-        )
-        if not plain:
-            raise index.error(f"'weight_map' puts {name!r:.80} into {shard!r:.80}, expected a file in the directory")
-    shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (path.parent / shard).exists()]
-    if not shards or missing:
-        raise index.error(f"{len(missing)} of {len(shards)} files are missing: {', '.join(missing) or 'none is named'}")
-    return [path.parent / shard for shard in shards], weight_map
+    index, files = indexed_files(path, PICKLE_ENDINGS)
+    return files, index.get("weight_map", "dict")
 
 
 def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) -> Tensors:
     """All tensors, each of which must be in one file alone, and where the index says."""
-    places: Tensors = {}
-    for file in files:
-        for name in file.tensors:
-            if name in places:
-                raise CheckpointError(
-                    f"{file.path}: tensor {name!r:.80} is in {places[name].path.name} too; which is meant is "
-                    "unknown. Remove one"
-                )
-            if name == "__metadata__":
-                raise CheckpointError(f"{file.path}: no tensor of a safetensors file can be named {name!r}")
-            places[name] = file
+    places = tensor_files(files)
+    if (own := places.get("__metadata__")) is not None:
+        raise CheckpointError(f"{own.path}: no tensor of a safetensors file can be named '__metadata__'")
     if weight_map is not None:
         found = {name: file.path.name for name, file in places.items()}
         wrong = [name for name, shard in weight_map.items() if found.get(name) != shard]

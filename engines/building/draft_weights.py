@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from edgellm.engines.building.inputs import PACKED_FILES, BuildInputs, counted
+from edgellm.engines.building.inputs import PACKED_FILES, BuildInputs
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER
 from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import check_space
@@ -26,8 +27,6 @@ from edgellm.engines.quantizer.written_layout import (
     write_tensors,
 )
 from edgellm.kernels.quantization.packed_weight import WeightFormat
-
-_FOR_SPACE = "for the packed draft. Free some space or choose another disk"
 
 
 def with_packed_draft(
@@ -57,7 +56,7 @@ def with_packed_draft(
         if format is None:
             return inputs
         target, sizes = folder / DRAFT_FOLDER, (checkpoint.info(name).nbytes for name in shapes)
-        check_space(folder.parent, sum(sizes), BuildError, _FOR_SPACE)
+        check_space(folder.parent, sum(sizes), BuildError, "the packed draft")
         target.mkdir(exist_ok=True)
         write_tensors(target / PACKED_FILES[1], _tensors(checkpoint, inputs, draft, format, progress))
         # Of a head inside a model, the model's configuration is not repeated.

@@ -17,6 +17,7 @@ from edgellm.engines.backends.device_layouts import with_delta_products
 from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary, write_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, INDEX_FILE, SINGLE_FILE, VOCABULARY_FILE
+from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.description import BuiltParts, ModelSource, description_bytes
 from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, published_file_names
 from edgellm.engines.directories.engine_parts import (
@@ -307,18 +308,6 @@ def _weight_files(
     there = [name for name in names if (checkpoint.path / name).exists()]
     published |= {f"{prefix}{name}": checkpoint.path / name for name in there}
     return {f"{prefix}{path.name}": path for path in checkpoint.files}
-
-
-def counted(total: int, progress: Callable[[int, int], None]) -> Callable[[int], None]:
-    """What takes each further count, and tells `progress` how much is done, and of how much."""
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
-    return advance
 
 
 def transfer_weights(

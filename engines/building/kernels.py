@@ -13,6 +13,7 @@ from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
 from edgellm.engines.building.plans import BuildReport, BuiltKernels
 from edgellm.engines.building.targets import Target
+from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.description import DESCRIPTION_NAME, edgellm_version, write_description
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER, with_kernels
@@ -61,20 +62,14 @@ def add_kernels(
 
     Raises BuildError, CheckpointError, MissingDependencyError.
     """
-    progress, release = progress or (lambda done, total: None), check_compiler(targets, release)
+    release = check_compiler(targets, release)
     try:
         weights = WeightLayouts(directory.models, directory.checkpoints, directory.dtype)
     except EngineError as error:
         raise BuildError(str(error)) from error
     needed = [needed_for(directory, weights, target) for target in targets]
-    total, done, built = sum(map(len, needed)), 0, list[BuiltKernels]()
-    progress(0, total)
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
+    advance, built = counted(sum(map(len, needed)), progress), list[BuiltKernels]()
+    advance(0)
     for target, sources in zip(targets, needed, strict=True):
         started = time.perf_counter()
         with explained(f"The kernels for {target.capability} cannot be kept in {directory.path}", BuildError):
@@ -123,7 +118,11 @@ def needed_for(directory: EngineDirectory, weights: WeightLayouts, target: Targe
 
 
 def _write(
-    path: Path, target: Target, release: tuple[int, int], sources: Sequence[ModuleSource], advance: Callable[[], None]
+    path: Path,
+    target: Target,
+    release: tuple[int, int],
+    sources: Sequence[ModuleSource],
+    advance: Callable[[int], None],
 ) -> Manifest:
     """Compile into a folder that gets its name when it is whole, and describe it. A folder that it replaces is not
     described meanwhile, so that whatever goes wrong the directory is as described."""
@@ -132,7 +131,7 @@ def _write(
         modules: list[KeptModule] = []
         for source, module in compile_all(sources, target.capability, release):
             modules.append(write_cubin(staged.path, source, target.capability, module))
-            advance()
+            advance(1)
         manifest = manifest_of(target.capability, release, target.multiprocessors, edgellm_version(), modules)
         write_atomically(staged.path / MANIFEST_NAME, manifest.data())
         digest = hash_file(staged.path / MANIFEST_NAME)

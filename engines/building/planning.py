@@ -20,8 +20,6 @@ from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.staged_directory import check_space
 from edgellm.engines.model.limits import EngineShape
 
-#: Behind how much space is needed: for what, and what to do.
-FOR_SPACE = "for the engine directory. Free some space, or choose another disk"
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
 #: "draft" and "head" (rows), "kernels" (how many) and "finish".
 Progress = Callable[[str, int, int], None]
@@ -92,16 +90,14 @@ def refresh_plans(
     platforms, note = choose_platforms(targets)
     if not platforms:
         raise BuildError(f"There is no target to build plans for. {note}")
-    config, dtype, attention = directory.config, directory.dtype, directory.attention
-    packed, refusal = gpu_layouts(directory.models, directory.checkpoints, dtype)
+    packed, refusal = gpu_layouts(directory.models, directory.checkpoints, directory.dtype)
     if refusal is not None:
         raise BuildError(refusal)
-    draft = None if directory.draft is None else directory.draft.config
-    vision = None if directory.vision is None else directory.vision.config
-    report = BuildReport(directory.path, config, dtype, directory.limits, draft, vision)
+    report = _report_of(directory)
     plans = choose_plans(report, directory.models, platforms, all_plans, packed)
     needed = shapes_of(plans)
-    check_space(directory.path, plan_bytes_bound(config, needed, vision), BuildError, FOR_SPACE)
+    plan_bytes = plan_bytes_bound(directory.config, needed, report.vision)
+    check_space(directory.path, plan_bytes, BuildError, "the engine directory")
     networks = {shape: directory_network(directory, shape) for shape in set(needed)}
     missing: dict[Platform, list[EngineShape]] = {platform: [] for platform in plans}
     for platform, shapes in plans.items():
@@ -117,9 +113,16 @@ def refresh_plans(
         if store_plan(directory, plan.shape, platform, networks[plan.shape], plan.data) is None:
             raise BuildError(f"{plan.shape.name} was built, but no place for it can be written")
 
-    build_into(missing, directory.models, attention, report, progress, keep)
+    build_into(missing, directory.models, directory.attention, report, progress, keep)
     report.seconds["plans"] = time.perf_counter() - started
     return finished(report, started)
+
+
+def _report_of(directory: EngineDirectory) -> BuildReport:
+    """The report of a directory that was built before, to which nothing was added yet."""
+    draft = None if directory.draft is None else directory.draft.config
+    vision = None if directory.vision is None else directory.vision.config
+    return BuildReport(directory.path, directory.config, directory.dtype, directory.limits, draft, vision)
 
 
 def add_targets(
@@ -136,9 +139,6 @@ def add_targets(
     if targets:
         report = refresh_plans(engine_dir, targets, progress, all_plans)
     else:
-        directory = EngineDirectory.open(engine_dir)
-        draft, vision = directory.models.get("draft"), directory.models.get("vision")
-        config, dtype, limits = directory.config, directory.dtype, directory.limits
-        report = BuildReport(directory.path, config, dtype, limits, draft, vision)  # type: ignore[arg-type]
+        report = _report_of(EngineDirectory.open(engine_dir))
     compile_kernels(kernels, cuda, Path(engine_dir), report, progress)
     return finished(report, started)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import MAGIC
@@ -39,6 +39,16 @@ _CONVERSION = (
 WeightFile = SafetensorsFile | GgufWeights
 
 
+class _WithTensors(Protocol):
+    path: Path
+
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+_File = TypeVar("_File", bound=_WithTensors)
+
+
 def open_weight_files(path: Path) -> Sequence[WeightFile]:
     """The one file of weights, or the several of an index or by their names; CheckpointError where there are none."""
     if _is_there(path / SINGLE_FILE):
@@ -53,35 +63,46 @@ def open_weight_files(path: Path) -> Sequence[WeightFile]:
 
 def _open_shards(path: Path) -> list[SafetensorsFile]:
     """Open every shard that the index names and check that both agree."""
-    index = read_index(path / INDEX_FILE)
-    weight_map = index.get("weight_map", "dict")
-    shards = sorted(set(weight_map.values()))
-    if missing := [shard for shard in shards if not _is_there(path / shard)]:
-        raise index.error(f"{len(missing)} of {len(shards)} files are missing: {', '.join(missing)}")
-    files = [SafetensorsFile(path / shard) for shard in shards]
-    place: dict[str, str] = {}
-    for file in files:
-        for name in file.tensors:
-            if name in place:
-                raise CheckpointError(
-                    f"{file.path}: tensor {name!r} is in {place[name]} too; which one is meant is unknown. Remove one"
-                )
-            place[name] = file.path.name
-    if wrong := [name for name, shard in weight_map.items() if place.get(name) != shard]:
+    index, paths = indexed_files(path / INDEX_FILE)
+    files = [SafetensorsFile(shard) for shard in paths]
+    places, weight_map = tensor_files(files), index.get("weight_map", "dict")
+    if wrong := [name for name, shard in weight_map.items() if name not in places or places[name].path.name != shard]:
         listed = "; ".join(f"{name!r} not in {weight_map[name]}" for name in wrong[:5])
         raise index.error(f"{len(wrong)} tensors are not where 'weight_map' says: {listed}")
     return files
 
 
-def read_index(path: Path) -> JSONObject:
+def indexed_files(path: Path, endings: tuple[str, ...] = (".safetensors",)) -> tuple[JSONObject, list[Path]]:
+    """An index, as `read_index` gives it, and the files that it names; CheckpointError where one is missing."""
+    index = read_index(path, endings)
+    shards = sorted(set(index.get("weight_map", "dict").values()))
+    if missing := [shard for shard in shards if not _is_there(path.parent / shard)]:
+        raise index.error(f"{len(missing)} of {len(shards)} files are missing: {', '.join(missing)}")
+    return index, [path.parent / shard for shard in shards]
+
+
+def tensor_files(files: Sequence[_File]) -> dict[str, _File]:
+    """The file of each tensor, by its name; CheckpointError for one that is in several."""
+    places: dict[str, _File] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in places:
+                raise CheckpointError(
+                    f"{file.path}: tensor {name!r:.80} is in {places[name].path.name} too; which one is meant is "
+                    "unknown. Remove one"
+                )
+            places[name] = file
+    return places
+
+
+def read_index(path: Path, endings: tuple[str, ...] = (".safetensors",)) -> JSONObject:
     """The index of several files of weights, whose `weight_map` has a file name for each tensor; CheckpointError."""
     index = JSONObject.read(path, CheckpointError, "Copy it from the checkpoint's source", size_limit(path.name))
     weight_map = index.get("weight_map", "dict")
     for name, shard in weight_map.items():
-        if not _is_shard_name(shard):
-            raise index.error(
-                f"'weight_map' puts {name!r} into {shard!r}, expected the name of a .safetensors file in the directory"
-            )
+        if not _is_shard_name(shard, endings):
+            expected = f"expected the name of a {' or '.join(endings)} file in the directory"
+            raise index.error(f"'weight_map' puts {name!r:.80} into {shard!r:.80}, {expected}")
     if not weight_map:
         raise index.error("'weight_map' is empty, expected a file name for each tensor")
     return index
@@ -92,11 +113,11 @@ def _is_there(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
-def _is_shard_name(name: Any) -> bool:
+def _is_shard_name(name: Any, endings: tuple[str, ...]) -> bool:
     """A plain name: it must not lead out of the directory."""
     return (
         isinstance(name, str)
-        and name.endswith(".safetensors")
+        and name.endswith(endings)
         and not name.startswith(".")
         and name.isprintable()
         and not any(character in name for character in "/\\:")

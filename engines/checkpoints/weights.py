@@ -159,17 +159,28 @@ def load_numpy_weights(
 
     found: dict[str, int] = {}
     with ThreadPoolExecutor(_THREADS) as pool:  # NumPy lets other threads run while it looks and converts
-        done, total = 0, sum(target.nbytes for _, target, _ in parts)
+        advance = counted(sum(target.nbytes for _, target, _ in parts), progress)
         finished = pool.map(lambda part: convert_part(*part), parts)
         for (_, target, _), (name, index) in zip(parts, finished, strict=True):
             found[name] = index
-            done += target.nbytes
-            if progress is not None:
-                progress(done, total)
+            advance(target.nbytes)
         for spec in of_experts:
             weights[spec.name] = ExpertMatrices(spec, list(pool.map(mapped_part, *zip(*spec.parts, strict=True))))
     check.conclude(found)
     return weights
+
+
+def counted(total: int, progress: Callable[[int, int], None] | None) -> Callable[[int], None]:
+    """What takes each further count, and tells `progress` how much is done, `total` at most, and of how much."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done = min(total, done + count)
+        if progress is not None:
+            progress(done, total)
+
+    return advance
 
 
 def computed_ahead(

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgellm.engines.formats.small_files import open_ordinary, ordinary_bytes, too_large
+from edgellm.engines.formats.small_files import open_ordinary, ordinary_bytes, size_limit, too_large
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.user_paths import user_cache_directory
@@ -240,7 +240,7 @@ class Cancelled(Exception):
 def copy_hashed(
     source: Path,
     destination: Path,
-    stop: threading.Event,
+    stop: threading.Event | None = None,
     advance: Callable[[int], None] | None = None,
     limit: int | None = None,
 ) -> FileDigest:
@@ -253,7 +253,7 @@ def copy_hashed(
     hashing, size = _Hashing(section), 0
     with destination.open("xb", buffering=0) as writer:
         for block in file_blocks(source):
-            if stop.is_set():
+            if stop is not None and stop.is_set():
                 raise Cancelled
             hashing.update(block)
             written = 0
@@ -266,3 +266,9 @@ def copy_hashed(
                 advance(written)
         os.fsync(writer.fileno())
     return FileDigest(hashing.hexdigest(), size, section)
+
+
+def copy_published(source: Path, destination: Path) -> FileDigest:
+    """`copy_hashed` for a file of a checkpoint that holds no weights, into a folder that is made if there is none."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    return copy_hashed(source, destination, limit=size_limit(source.name))

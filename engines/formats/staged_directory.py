@@ -98,15 +98,18 @@ def holds(target: Path, source: Path) -> bool:
     return resolved(target) in (resolved(source), *resolved(source).parents)
 
 
-def check_space(folder: Path, needed: int, error_class: type[EdgeLLMError], purpose: str) -> None:
-    """Raise an error where `needed` bytes and a little more are not free in the nearest existing parent; its message
-    ends with the `purpose`, and what to do."""
+def check_space(folder: Path, needed: int, error_class: type[EdgeLLMError], what: str, or_else: str = "") -> None:
+    """Raise an error where the bytes `needed` for `what` and a little more are not free in the nearest existing parent;
+    its message ends with what to do, and what else can be done."""
     folder, needed = folder.absolute(), needed + _SPARE_DISK_BYTES
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise error_class(f"{folder} has {free >> 20:,} MiB free, {needed >> 20:,} MiB are needed {purpose}")
+        raise error_class(
+            f"{folder} has {free >> 20:,} MiB free, {needed >> 20:,} MiB are needed for {what}. Free some space, or "
+            f"choose another disk{or_else}"
+        )
 
 
 def _locked(path: Path) -> int:

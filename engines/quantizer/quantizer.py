@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
+from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.description import DESCRIPTION_NAME
 from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError, explained
 from edgellm.engines.families.embedding import checkpoint_decoder_config
-from edgellm.engines.formats.digests import copy_hashed
+from edgellm.engines.formats.digests import copy_published
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
-from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import ENCODER_PREFIXES, STORAGE
@@ -151,13 +149,9 @@ class _Run:
         check_options(options, ())
         shapes = model_layers.head_shapes(checkpoint)
         check_groups({name: columns for name, (_, columns) in shapes.items()}, options)
-        done, count = itertools.count(1), len(shapes)
-        self.progress("layers", 0, count)
-
-        def advance(rows: int) -> None:
-            self.progress("layers", next(done), count)
-
-        tensors = model_layers.packed_linears(checkpoint, shapes, self.format, advance, self.arithmetic)
+        advance = counted(len(shapes), partial(self.progress, "layers"))
+        advance(0)
+        tensors = model_layers.packed_linears(checkpoint, shapes, self.format, lambda rows: advance(1), self.arithmetic)
         return self._assemble(shapes.keys(), ["lm_head"], tensors)
 
     def model(self, texts: Sequence[Sequence[int]], restart: bool) -> QuantizationReport:
@@ -175,7 +169,7 @@ class _Run:
         check_groups(columns_of(config), options)
         longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
         texts = [text[:longest] for text in texts if len(text) > 0]
-        check_space(self.target.parent, _total_bytes(checkpoint), CheckpointError, written_layout.FOR_SPACE)
+        check_space(self.target.parent, _total_bytes(checkpoint), CheckpointError, "the checkpoint")
         programs = [layer_program(config, index, 1) for index in range(config.num_layers)]
         done = {name for program in programs for spec in program.weights.values() for name, _ in spec.parts}
         with WorkFolder(self.target, job_of(checkpoint, asdict(options), texts), restart) as work:
@@ -191,8 +185,8 @@ class _Run:
         """Write every layer that is not done; how many were."""
         checkpoint, options, count = self.checkpoint, self.options, len(programs)
         due = [index for index in range(count) if not work.has(index)]
-        done, rows = count - len(due), None
-        self.progress("layers", done, count)
+        advance, rows = counted(count, partial(self.progress, "layers")), None
+        advance(count - len(due))
         if texts and due:
             observed = options.group_size, self.arithmetic, options.method == "gptq"
             rows = CalibrationRows(config, checkpoint, texts, *observed)
@@ -208,8 +202,7 @@ class _Run:
             ]
             metadata = {EXPERTS_CHOSEN: json.dumps(counts)} if counts and seen else {}
             work.write(index, self._quantized(program, weights, seen), metadata)
-            done += 1
-            self.progress("layers", done, count)
+            advance(1)
         return count - len(due)
 
     def _quantized(
@@ -296,11 +289,9 @@ def _copy_others(source: Path, folder: Path) -> list[str]:
         if path.is_file() and (path.suffix in _COPIED_ENDINGS or path.name.startswith(_COPIED_BEGINNINGS))
     }
     names |= set(published_file_names(source))
-    never = threading.Event()
     copied = sorted(names - {INDEX_FILE, "config.json", DESCRIPTION_NAME})
     for name in copied:
-        (folder / name).parent.mkdir(exist_ok=True)
-        copy_hashed(source / name, folder / name, never, limit=size_limit(name))
+        copy_published(source / name, folder / name)
     return copied
 
 

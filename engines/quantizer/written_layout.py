@@ -19,8 +19,6 @@ from edgellm.engines.formats.safetensors_file import element_bytes, file_header
 from edgellm.engines.formats.tensors import STORAGE, convert
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
-#: Behind how much space is needed: for what, and what to do.
-FOR_SPACE = "for the checkpoint. Free some space or choose another disk"
 #: A tensor is written so many bytes at a time.
 _PIECE = 4 << 20
 

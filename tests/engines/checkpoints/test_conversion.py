@@ -137,9 +137,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensor twice": (lambda source: shutil.copy(source / FIRST, source / SECOND), f"is in {FIRST} too"),
     "shard outside": (
         lambda source: change_index(source, lambda names: names.update({first_name(source): f"../{FIRST}"})),
-        "expected a file in the directory",
+        "file in the directory",
     ),
-    "empty index": (lambda source: change_index(source, dict.clear), "none is named"),
+    "empty index": (lambda source: change_index(source, dict.clear), "'weight_map' is empty"),
     "safetensors there": (
         lambda source: (source / "model.safetensors").touch(),
         "has model.safetensors already: edgellm build",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +68,7 @@ def test_large_files_are_hashed_in_sections(tmp_path: Path, more: int) -> None:
     parts = [hashlib.sha256(content[start : start + SECTION_BYTES]).digest() for start in (0, SECTION_BYTES)]
     expected = FileDigest(hashlib.sha256(b"".join(parts)).hexdigest(), size, SECTION_BYTES)
     whole = FileDigest(hashlib.sha256(content).hexdigest(), size)
-    assert copy_hashed(path, tmp_path / "copy", threading.Event()) == expected
+    assert copy_hashed(path, tmp_path / "copy") == expected
     assert current_digest(path) == expected
     assert current_digest(path, section=0) == whole
     assert (recall_digest(path), recall_digest(path, 0)) == (expected, whole)  # one does not push out the other
