@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from edgellm.errors import RequestError
 from edgellm.text.output import OutputText, StopStrings
 
 EOS = 0
@@ -132,17 +131,6 @@ def test_the_loop_can_end_the_answer(reason):
     assert (answer.finish_reason, answer.text) == (reason, "xab")
     assert answer.finish("cancelled") == ""
     assert answer.finish_reason == reason
-
-
-def test_wrong_use_is_refused():
-    with pytest.raises(RequestError, match="empty"):
-        OutputText(Letters(), stop_strings=["a", ""])
-    answer = OutputText(Letters(), max_tokens=1)
-    with pytest.raises(RequestError, match=r"'done'.*expected one of stop"):
-        answer.finish("done")
-    answer.push(ord("a"))
-    with pytest.raises(RequestError, match="ended"):
-        answer.push(ord("b"))
 
 
 def test_no_stop_string_ends_in_the_text_of_the_first_tokens():
