@@ -20,7 +20,7 @@ from edgellm.engines.checkpoints.weight_files import (
     PICKLE_ENDINGS,
     SINGLE_FILE,
     indexed_files,
-    tensor_files,
+    tensor_places,
 )
 from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
@@ -34,8 +34,6 @@ from edgellm.kernels.user_paths import printable
 
 #: `progress(stage, done, total)` in bytes; stages are "weights" and "verify".
 Progress = Callable[[str, int, int], None]
-#: Tensors by name: the open file in which each is.
-Tensors = dict[str, TorchFile]
 
 PICKLED_FILE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
@@ -78,15 +76,15 @@ def convert_checkpoint(
     with ExitStack() as stack:
         files, weight_map = _weight_files(source)
         opened = [stack.enter_context(TorchFile(path)) for path in files]
-        tensors = _merged(opened, weight_map)
-        copied = _files_to_copy(source)
-        total = sum(file.tensors[name].nbytes for name, file in tensors.items())
+        _check_places(opened, weight_map)
+        tensors = [view for file in opened for view in file.tensors.values()]
+        copied, total = _files_to_copy(source), sum(view.nbytes for view in tensors)
         needed = total + sum((source / name).stat().st_size for name in copied)
         check_space(target.parent, needed, CheckpointError, "the checkpoint")
         failing = f"{target} was not written, and nothing was left behind"
         with explained(failing, CheckpointError, names_file=True):
-            _write(source, target, copied, [dict.fromkeys(file.tensors, file) for file in opened], force, progress)
-        dtypes = Counter(file.tensors[name].storage.dtype for name, file in tensors.items())
+            _write(source, target, copied, opened, force, progress)
+        dtypes = Counter(view.storage.dtype for view in tensors)
         report = ConversionReport(target, len(tensors), total, len(opened), dtypes, copied)
         report.notes += _notes(source, opened, copied)
     report.seconds = time.perf_counter() - started
@@ -94,27 +92,27 @@ def convert_checkpoint(
 
 
 def _write(
-    source: Path, target: Path, copied: Sequence[str], shards: list[Tensors], force: bool, progress: Progress
+    source: Path, target: Path, copied: Sequence[str], files: Sequence[TorchFile], force: bool, progress: Progress
 ) -> None:
-    total = sum(file.tensors[tensor].nbytes for shard in shards for tensor, file in shard.items())
+    total = sum(view.nbytes for file in files for view in file.tensors.values())
     with StagedDirectory(target) as staged:
         for name in copied:
             copy_published(source / name, staged.path / name)
         names = [SINGLE_FILE]
-        if len(shards) > 1:
-            names = written_layout.shard_names(len(shards))
-            weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        if len(files) > 1:
+            names = written_layout.shard_names(len(files))
+            weight_map = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file.tensors}
             written_layout.write_index(staged.path, weight_map, total)
         digests: dict[str, bytes] = {}
         advance = counted(total, partial(progress, "weights"))
         advance(0)
-        for name, shard in zip(names, shards, strict=True):
-            streamed = {tensor: _streamed(tensor, file, digests, advance) for tensor, file in shard.items()}
+        for name, file in zip(names, files, strict=True):
+            streamed = {tensor: _streamed(tensor, file, digests, advance) for tensor in file.tensors}
             written_layout.write_tensors(staged.path / name, streamed)
         advance = counted(total, partial(progress, "verify"))
         advance(0)
-        for name, shard in zip(names, shards, strict=True):
-            _verify(staged.path / name, shard, digests, advance)
+        for name, file in zip(names, files, strict=True):
+            _verify(staged.path / name, file, digests, advance)
         staged.commit(force)
 
 
@@ -152,22 +150,20 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
     return files, index.get("weight_map", "dict")
 
 
-def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) -> Tensors:
-    """All tensors, each of which must be in one file alone, and where the index says."""
-    places = tensor_files(files)
+def _check_places(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) -> None:
+    """CheckpointError unless each tensor is in one file alone, and where the index says."""
+    places = tensor_places({file.path: file.tensors for file in files})
     if (own := places.get("__metadata__")) is not None:
-        raise CheckpointError(f"{own.path}: no tensor of a safetensors file can be named '__metadata__'")
+        raise CheckpointError(f"{own}: no tensor of a safetensors file can be named '__metadata__'")
     if weight_map is not None:
-        found = {name: file.path.name for name, file in places.items()}
-        wrong = [name for name, shard in weight_map.items() if found.get(name) != shard]
-        wrong += [name for name in found if name not in weight_map]
+        wrong = [name for name, shard in weight_map.items() if name not in places or places[name].name != shard]
+        wrong += [name for name in places if name not in weight_map]
         if wrong:
             listed = ", ".join(f"{name!r:.80}" for name in wrong[:5])
             raise CheckpointError(
                 f"{files[0].path.parent / PICKLED_INDEX}: {len(wrong)} tensors are not where 'weight_map' says: "
                 f"{listed}. Copy the checkpoint anew from its source"
             )
-    return places
 
 
 def _files_to_copy(source: Path) -> list[str]:
@@ -210,11 +206,11 @@ def _streamed(
     return written_layout.StreamedTensor(view.storage.dtype, view.shape, pieces)
 
 
-def _verify(path: Path, tensors: Tensors, digests: Mapping[str, bytes], advance: Callable[[int], None]) -> None:
+def _verify(path: Path, source: TorchFile, digests: Mapping[str, bytes], advance: Callable[[int], None]) -> None:
     """Read a file back and compare every tensor with its digest from the source; raises CheckpointError."""
     with closing(SafetensorsFile(path)) as file:
-        for name, source in tensors.items():
-            info, view = file.tensors.get(name), source.tensors[name]
+        for name, view in source.tensors.items():
+            info = file.tensors.get(name)
             is_there = info is not None and (info.dtype, info.shape) == (view.storage.dtype, view.shape)
             if info is None or not is_there or hashlib.sha256(file.bytes_of(info)).digest() != digests[name]:
                 raise CheckpointError(

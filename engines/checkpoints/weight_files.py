@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import MAGIC
@@ -39,16 +39,6 @@ _CONVERSION = (
 WeightFile = SafetensorsFile | GgufWeights
 
 
-class _WithTensors(Protocol):
-    path: Path
-
-    @property
-    def tensors(self) -> Mapping[str, Any]: ...
-
-
-_File = TypeVar("_File", bound=_WithTensors)
-
-
 def open_weight_files(path: Path) -> Sequence[WeightFile]:
     """The one file of weights, or the several of an index or by their names; CheckpointError where there are none."""
     if _is_there(path / SINGLE_FILE):
@@ -65,8 +55,8 @@ def _open_shards(path: Path) -> list[SafetensorsFile]:
     """Open every shard that the index names and check that both agree."""
     index, paths = indexed_files(path / INDEX_FILE)
     files = [SafetensorsFile(shard) for shard in paths]
-    places, weight_map = tensor_files(files), index.get("weight_map", "dict")
-    if wrong := [name for name, shard in weight_map.items() if name not in places or places[name].path.name != shard]:
+    places, weight_map = tensor_places({file.path: file.tensors for file in files}), index.get("weight_map", "dict")
+    if wrong := [name for name, shard in weight_map.items() if places.get(name) != path / shard]:
         listed = "; ".join(f"{name!r} not in {weight_map[name]}" for name in wrong[:5])
         raise index.error(f"{len(wrong)} tensors are not where 'weight_map' says: {listed}")
     return files
@@ -81,15 +71,15 @@ def indexed_files(path: Path, endings: tuple[str, ...] = (".safetensors",)) -> t
     return index, [path.parent / shard for shard in shards]
 
 
-def tensor_files(files: Sequence[_File]) -> dict[str, _File]:
-    """The file of each tensor, by its name; CheckpointError for one that is in several."""
-    places: dict[str, _File] = {}
-    for file in files:
-        for name in file.tensors:
+def tensor_places(files: Mapping[Path, Iterable[str]]) -> dict[str, Path]:
+    """The file of each tensor, of the tensors' names by file; CheckpointError for one that is in several."""
+    places: dict[str, Path] = {}
+    for file, names in files.items():
+        for name in names:
             if name in places:
                 raise CheckpointError(
-                    f"{file.path}: tensor {name!r:.80} is in {places[name].path.name} too; which one is meant is "
-                    "unknown. Remove one"
+                    f"{file}: tensor {name!r:.80} is in {places[name].name} too; which one is meant is unknown. "
+                    "Remove one"
                 )
             places[name] = file
     return places
