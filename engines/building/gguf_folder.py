@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ _LAST = 3
 NO_ENCODER = "none"
 
 
-@contextmanager
-def checkpoint_folder(path: Path, tokenizer: Path | None = None, mmproj: str | Path | None = None) -> Iterator[Path]:
+def checkpoint_folder(
+    path: Path, tokenizer: Path | None = None, mmproj: str | Path | None = None
+) -> AbstractContextManager[Path]:
     """The folder of a checkpoint for a GGUF file, as long as the context lasts; any other path as it is.
 
     The files of a published `tokenizer` in a folder stand for the file's own. `mmproj` is the file of its vision
@@ -51,22 +52,17 @@ def checkpoint_folder(path: Path, tokenizer: Path | None = None, mmproj: str | P
             if given is not None:
                 files = "the tokenizer's files" if option == "tokenizer" else "the vision encoder"
                 raise BuildError(f"--{option} is given, but {path} is no GGUF file: put {files} into it")
-        yield path
-        return
+        return nullcontext(path)
     found = encoder_beside(path) if mmproj is None else None if str(mmproj) == NO_ENCODER else Path(mmproj)
-    with _made_folder(path, lambda folder: _write_model(path, folder, tokenizer, found)) as folder:
-        yield folder
+    return _made_folder(path, lambda folder: _write_model(path, folder, tokenizer, found))
 
 
-@contextmanager
-def draft_folder(path: str | Path | None) -> Iterator[str | Path | None]:
+def draft_folder(path: str | Path | None) -> AbstractContextManager[str | Path | None]:
     """As `checkpoint_folder`, for the GGUF file of a draft."""
     if path is None or not is_gguf_file(Path(path)):
-        yield path
-        return
+        return nullcontext(path)
     file = Path(path)
-    with _made_folder(file, lambda folder: _write_draft(file, folder)) as folder:
-        yield folder
+    return _made_folder(file, lambda folder: _write_draft(file, folder))
 
 
 def encoder_beside(path: Path) -> Path | None:
