@@ -37,9 +37,31 @@ def chat(body: bytes, model: ServedModel) -> ParsedRequest:
     request["continue_final_message"] = bool(fields.take("continue_final_message", bool))
     messages, conversation = fields.take("messages"), fields.truncation()
     fields.end()
-    request["messages"] = fields.with_images(messages)
+    request["messages"] = fields.with_images(_said(messages))
     named = {"": "messages", "structure": "response_format"}
     return fields.parsed(named, request, conversation=conversation)
+
+
+def _said(messages: Any) -> Any:
+    """Messages in which what an assistant refused with is text, as it is what was said."""
+    if not isinstance(messages, list):
+        return messages
+    found = [dict(each) if isinstance(each, dict) else each for each in messages]
+    for message in found:
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            content, refusal = message.get("content"), message.pop("refusal", None)
+            if isinstance(content, list):
+                content = [_text_of_refusal(each) for each in content]
+            if refusal:
+                parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+                content = [*parts, {"type": "text", "text": refusal}] if content else refusal
+            message["content"] = content
+    return found
+
+
+def _text_of_refusal(part: Any) -> Any:
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def completion(body: bytes, model: ServedModel) -> ParsedRequest:
@@ -83,7 +105,7 @@ def tokens(body: bytes, model: ServedModel) -> ParsedRequest:
     if (prompt is None) == (messages is None):
         raise HTTPError(400, "give a prompt or messages, one of them", param="prompt")
     if prompt is None:
-        return fields.parsed({"": "messages"}, request | {"messages": fields.with_images(messages)})
+        return fields.parsed({"": "messages"}, request | {"messages": fields.with_images(_said(messages))})
     prompt, *others = prompt_list(prompt, model)
     if others:
         raise HTTPError(400, f"prompt is a list of {len(others) + 1}: expected one", param="prompt")

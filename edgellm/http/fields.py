@@ -141,7 +141,7 @@ class Fields:
         #: What `common` finds: the name of the model, and how the answer is to be streamed.
         self.name, self.stream, self.include_usage = model.name, streams, False
         self._left = {name: item for name, item in value.items() if item is not None}
-        self._known: list[str] = []
+        self._known: dict[str, None] = {}
         self.ignored: list[str] = []
         #: The values of fields that change nothing.
         self.unused: dict[str, Any] = {}
@@ -150,7 +150,7 @@ class Fields:
 
     def take(self, name: str, kind: type = object) -> Any:
         """A field's value; None where it is not there. HTTPError for one of another type."""
-        self._known.append(name)
+        self._known[name] = None
         value = self._left.pop(name, None)
         if value is None or kind is object:
             return value
@@ -186,7 +186,7 @@ class Fields:
     def end(self) -> None:
         """HTTPError for what was not taken."""
         for name in self._left:
-            message = f"the field {shown(name)} is unknown{did_you_mean(name, self._known)}"
+            message = f"the field {shown(name)} is unknown{did_you_mean(name, [*self._known])}"
             raise HTTPError(400, message, param=name[:100], code="unknown_parameter")
 
     def common(self) -> dict[str, Any]:
