@@ -52,7 +52,8 @@ def embedding_request(body: bytes, model: ServedModel) -> ParsedEmbedding:
 def ollama_request(body: bytes, model: ServedModel) -> ParsedEmbedding:
     """A request to `/api/embed`. Raises HTTPError."""
     fields = Fields(body, model)
-    fields.only("truncate", False, why="no text is cut: one that is longer than the context is refused")
+    if fields.take("truncate", bool):  # which changes nothing for texts that fit; no other is answered
+        fields.ignored.append("truncate")
     return _ollama_parsed(fields, _embeddings)
 
 
@@ -65,7 +66,7 @@ def _ollama_parsed(fields: Fields, write: Callable[..., dict[str, Any]]) -> Pars
     return _parsed(fields, write)
 
 
-def _ollama_prompt(body: bytes, model: ServedModel) -> ParsedEmbedding:
+def ollama_prompt(body: bytes, model: ServedModel) -> ParsedEmbedding:
     """A request to `/api/embeddings`, of ollama's earlier clients: one text, one embedding. Raises HTTPError."""
     fields = Fields(body, model)
     prompt = fields.take("prompt", str)
@@ -76,7 +77,7 @@ def _ollama_prompt(body: bytes, model: ServedModel) -> ParsedEmbedding:
 
 
 #: What reads requests, by path.
-EMBEDDINGS = {"/v1/embeddings": embedding_request, "/api/embed": ollama_request, "/api/embeddings": _ollama_prompt}
+EMBEDDINGS = {"/v1/embeddings": embedding_request, "/api/embed": ollama_request, "/api/embeddings": ollama_prompt}
 
 
 def _parsed(fields: Fields, write: Callable[..., dict[str, Any]]) -> ParsedEmbedding:
