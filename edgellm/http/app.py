@@ -59,6 +59,7 @@ _FAILED_SECONDS = 2.0
 Read = Callable[[bytes, ServedModel], ParsedRequest]
 EndpointKind = tuple[Read, Callable[..., Writer]]
 Answers = dict[str, Callable[[Request], Awaitable[Response]]]
+Tell = Callable[..., dict[str, Any]]
 #: What asks the model, by path.
 ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/chat/completions": (completions.chat, ChatWriter),
@@ -122,7 +123,7 @@ class Service:
         asked |= {COUNT_TOKENS: partial(self._count_tokens, messages.counted_request, {})}
         asked |= {INPUT_TOKENS: partial(self._count_tokens, responses[0], {"object": "response.input_tokens"})}
         asked |= {"/tokenize": self._tokenize, "/api/show": self._show, "/api/pull": self._pull}
-        told = {"/v1/models": Catalogue.models, "/v1/models/{name:path}": Catalogue.known}
+        told: dict[str, Tell] = {"/v1/models": Catalogue.models, "/v1/models/{name:path}": Catalogue.known}
         told |= {"/api/tags": Catalogue.tags, "/api/ps": Catalogue.running}
         shown: Answers = {path: partial(self._tell, tell) for path, tell in told.items()}
         one = "/v1/responses/{id}"
@@ -324,7 +325,7 @@ class Service:
 
         return await self._read(request, prompt_ids)
 
-    async def _tell(self, tell: Callable[..., dict[str, Any]], request: Request) -> Response:
+    async def _tell(self, tell: Tell, request: Request) -> Response:
         assert self._catalogue is not None
         return JSONResponse(tell(self._catalogue, **request.path_params))
 
