@@ -44,24 +44,21 @@ def chat(body: bytes, model: ServedModel) -> ParsedRequest:
 
 def _said(messages: Any) -> Any:
     """Messages in which what an assistant refused with is text, as it is what was said."""
-    if not isinstance(messages, list):
-        return messages
-    found = [dict(each) if isinstance(each, dict) else each for each in messages]
-    for message in found:
-        if isinstance(message, dict) and message.get("role") == "assistant":
-            content, refusal = message.get("content"), message.pop("refusal", None)
-            if isinstance(content, list):
-                content = [_text_of_refusal(each) for each in content]
-            if refusal:
-                parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-                content = [*parts, {"type": "text", "text": refusal}] if content else refusal
-            message["content"] = content
-    return found
-
-
-def _text_of_refusal(part: Any) -> Any:
-    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
-    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+    found = [dict(each) if isinstance(each, dict) else each for each in messages] if isinstance(messages, list) else []
+    for message in (each for each in found if isinstance(each, dict) and each.get("role") == "assistant"):
+        content, refusal = message.get("content"), message.pop("refusal", None)
+        if refusal and not content:
+            message["content"] = refusal
+        elif refusal or isinstance(content, list):
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            parts = [*parts, {"type": "refusal", "refusal": refusal}] if refusal else parts
+            message["content"] = [
+                {"type": "text", "text": each.get("refusal")}
+                if isinstance(each, dict) and each.get("type") == "refusal"
+                else each
+                for each in parts
+            ]
+    return found or messages
 
 
 def completion(body: bytes, model: ServedModel) -> ParsedRequest:

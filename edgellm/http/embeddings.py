@@ -14,7 +14,7 @@ import numpy as np
 
 from edgellm.embedding import EmbeddingRequest
 from edgellm.http.completions import prompt_list
-from edgellm.http.errors import HTTPError
+from edgellm.http.errors import HTTPError, unserved
 from edgellm.http.fields import HARMLESS, Fields, ServedModel, wrong
 from edgellm.http.ollama import LOADING
 
@@ -60,8 +60,7 @@ def ollama_request(body: bytes, model: ServedModel) -> ParsedEmbedding:
 def _ollama_parsed(fields: Fields, write: Callable[..., dict[str, Any]]) -> ParsedEmbedding:
     for name, value in (fields.take("options", dict) or {}).items():
         if value is not None and name not in LOADING:
-            message = f"options.{name[:80]} is not served: nothing is drawn for an embedding"
-            raise HTTPError(400, message, param=f"options.{name[:80]}", code="unsupported_parameter")
+            raise unserved(f"options.{name}", "nothing is drawn for an embedding")
         fields.ignored += [f"options.{name}"] if value is not None else []
     return _parsed(fields, write)
 

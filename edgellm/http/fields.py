@@ -10,7 +10,7 @@ from typing import Any
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
-from edgellm.http.errors import HTTPError, checked, http_error, wrong
+from edgellm.http.errors import HTTPError, checked, http_error, unserved, wrong
 from edgellm.http.kept_responses import Items
 from edgellm.http.media_parts import file_of_part, image_of_part
 from edgellm.requests import Request, checked_priority
@@ -175,7 +175,7 @@ class Fields:
         """Refuse fields, unless they are empty."""
         for name in names:
             if self.take(name) not in (None, [], {}):
-                raise HTTPError(400, f"{name} is not served: {why}", param=name, code="unsupported_parameter")
+                raise unserved(name, why)
 
     def ignore(self, *names: str) -> None:
         """Take fields that change nothing, and report them."""

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgellm.errors import shown
-from edgellm.http.errors import HTTPError, wrong
+from edgellm.http.errors import HTTPError, unserved, wrong
 
 #: Items of one page where nothing says how many, and the most.
 _PAGE, _LARGEST_PAGE = 20, 100
@@ -65,8 +65,7 @@ class KeptResponses:
             return Items()
         if not self.most:
             why = "answers are not kept: send all of the conversation as input, or start the server with"
-            message = f"previous_response_id is not served: {why} --keep-responses N"
-            raise HTTPError(400, message, param="previous_response_id", code="unsupported_parameter")
+            raise unserved("previous_response_id", f"{why} --keep-responses N")
         found = self._kept.get(response_id)
         if found is None:
             message = f"Previous response with id {shown(response_id)[:100]} not found: {self._lost}"
@@ -77,7 +76,7 @@ class KeptResponses:
         """An answer as it was given."""
         for name, value in request.query_params.items():
             if name != "include" and (name, value) != ("stream", "false"):
-                raise _unserved(name, "an answer is shown again as a whole")
+                raise unserved(name, "an answer is shown again as a whole")
         return Response(self._of(request, self._kept.get).text, media_type="application/json")
 
     def input_items(self, request: Request) -> bytes:
@@ -87,7 +86,7 @@ class KeptResponses:
         query = {name: value for name, value in request.query_params.items() if name != "include"}
         order, limit, after = query.pop("order", "desc"), query.pop("limit", str(_PAGE)), query.pop("after", None)
         for name in query:
-            raise _unserved(name, "expected after, limit, order or include")
+            raise unserved(name, "expected after, limit, order or include")
         if order not in ("asc", "desc"):
             raise wrong("order", order, "'asc' or 'desc'")
         if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _LARGEST_PAGE:
@@ -98,8 +97,9 @@ class KeptResponses:
             raise wrong("after", after, "the id of an item of this answer's input")
         start = 0 if after is None else ids.index(after) + 1
         page = items[start : start + int(limit)]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        found = {"object": "list", "data": page, **ends, "has_more": start + len(page) < len(items)}
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        has_more = start + len(page) < len(items)
+        found = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more}
         return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode()
 
     async def remove(self, request: Request) -> Response:
@@ -128,10 +128,6 @@ class KeptResponses:
             return "answers are not kept; start the server with --keep-responses N"
         kept = f"this server keeps its last {self.most} answers (--keep-responses) until it ends"
         return f"{kept}; send all of the conversation as input"
-
-
-def _unserved(name: str, why: str) -> HTTPError:
-    return HTTPError(400, f"{shown(name)[:100]} is not served: {why}", param=name[:100], code="unsupported_parameter")
 
 
 def _listed(item: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgellm.errors import shown
-from edgellm.http.errors import HTTPError, wrong
+from edgellm.http.errors import HTTPError, unserved, wrong
 from edgellm.http.fields import Fields, ParsedRequest, ServedModel, with_logprobs
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.turns import OngoingConversation
@@ -29,9 +29,8 @@ _NEUTRAL |= {"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "penalize_newli
 #: those of mirostat nothing without it.
 _DRAWN = "tokens are drawn by temperature, top_k, top_p and min_p"
 _UNSERVED = {"mirostat": _DRAWN, "typical_p": _DRAWN, "tfs_z": _DRAWN}
-_UNSERVED |= {"num_keep": "no answer goes on without the beginning of its prompt: it ends where the context is full"}
-_OF_PENALTIES = {"repeat_last_n": "a penalty is over all of prompt and answer"}
-_OF_PENALTIES |= {"penalize_newline": "a penalty is on every token"}
+_UNSERVED |= {"num_keep": "an answer ends where the context is full, nothing of its prompt is dropped"}
+_OF_PENALTIES = dict.fromkeys(("repeat_last_n", "penalize_newline"), "a penalty is on all tokens of prompt and answer")
 _OF_MIROSTAT = ("mirostat_tau", "mirostat_eta")
 
 
@@ -98,11 +97,7 @@ def _begun(body: bytes, model: ServedModel) -> tuple[Fields, dict[str, Any]]:
 def _sampling(fields: Fields) -> SamplingParams:
     """The parameters that `options` ask for. HTTPError for one that would not be kept."""
     options = fields.take("options", dict) or {}
-    asked = {
-        name: value
-        for name, value in options.items()
-        if value is not None and not any(value == each for each in _NEUTRAL.get(name, ()))
-    }
+    asked = {name: value for name, value in options.items() if value not in (None, *_NEUTRAL.get(name, ()))}
     for name, value in asked.items():
         what = f"options.{name}"[:100]
         if name in OPTIONS:
@@ -110,8 +105,7 @@ def _sampling(fields: Fields) -> SamplingParams:
         elif name in LOADING or name in _OF_MIROSTAT:
             fields.ignored.append(what)
         elif name not in _OF_PENALTIES:
-            why = _UNSERVED.get(name, f"expected one of {', '.join([*OPTIONS, *LOADING])}")
-            raise _unserved(what, value, why, *_NEUTRAL.get(name, ()))
+            raise unserved(what, _UNSERVED.get(name, f"expected one of {', '.join([*OPTIONS, *LOADING])}"))
     try:
         params = fields.sampling("max_tokens")
         if options.get("num_predict") in _NEUTRAL["num_predict"]:
@@ -124,14 +118,8 @@ def _sampling(fields: Fields) -> SamplingParams:
         raise HTTPError(400, message, param=f"options.{name}") from error
     is_penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     for name in _OF_PENALTIES.keys() & asked.keys() if is_penalized else ():
-        raise _unserved(f"options.{name}", asked[name], _OF_PENALTIES[name], *_NEUTRAL[name])
+        raise unserved(f"options.{name}", _OF_PENALTIES[name])
     return params
-
-
-def _unserved(what: str, value: Any, why: str, *neutral: Any) -> HTTPError:
-    expected = f" (expected {' or '.join(map(repr, neutral))}, or nothing)" if neutral else ""
-    message = f"{shown(what)} is {shown(value)[:100]}, which is not served: {why}{expected}"
-    return HTTPError(400, message, param=what, code="unsupported_parameter")
 
 
 def _thinking(fields: Fields) -> dict[str, Any]:
