@@ -29,6 +29,7 @@ from edgellm.generation import Generation, RequestState
 from edgellm.http import asgi, completions, messages, ollama, ollama_answers
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
+from edgellm.http.catalogue import Catalogue
 from edgellm.http.counts import ServerCounts
 from edgellm.http.embeddings import EMBEDDINGS, ParsedEmbedding
 from edgellm.http.errors import MESSAGES, OLLAMA, TRANSCRIPTIONS, HTTPError, http_error, later, without_folders
@@ -58,6 +59,7 @@ _FAILED_SECONDS = 2.0
 Read = Callable[[bytes, ServedModel], ParsedRequest]
 EndpointKind = tuple[Read, Callable[..., Writer]]
 Answers = dict[str, Callable[[Request], Awaitable[Response]]]
+Tell = Callable[..., dict[str, Any]]
 #: What asks the model, by path.
 ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/chat/completions": (completions.chat, ChatWriter),
@@ -68,14 +70,14 @@ ENDPOINTS: dict[str, EndpointKind] = {
     "/api/chat": (ollama.chat, ollama_answers.ChatLineWriter),
     "/api/generate": (ollama.generate, ollama_answers.GenerateWriter),
 }
-#: Where a prompt's tokens are counted for Anthropic's clients.
-COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+#: Where a prompt's tokens are counted for Anthropic's clients, and for OpenAI's.
+COUNT_TOKENS, INPUT_TOKENS = f"{MESSAGES}/count_tokens", "/v1/responses/input_tokens"
 #: What the shipped model is, for who takes it for more.
 SHIPPED = "This model comes with EdgeLLM: a toy of 10.8 M parameters, which knows its table, in English."
 #: What is answered whatever the model's state.
 _ALWAYS = ("/health", "/metrics", *PATHS)
-_ASKED = (*ENDPOINTS, *EMBEDDINGS, COUNT_TOKENS, "/tokenize", "/api/show")
-_COUNTED = (*_ASKED, "/v1/models", "/v1", "/version", "/api/tags", *_ALWAYS)
+_ASKED = (*ENDPOINTS, *EMBEDDINGS, COUNT_TOKENS, INPUT_TOKENS, "/tokenize", "/api/show", "/api/pull")
+_COUNTED = (*_ASKED, "/v1/models", "/v1", "/version", "/api/tags", "/api/ps", *_ALWAYS)
 
 
 class Service:
@@ -100,6 +102,7 @@ class Service:
         self.model, self._template = model, template
         self._kept = KeptResponses(keep_responses, BODIES * body_bytes)
         self._runtime: SpecDecodeRuntime | None = None
+        self._catalogue: Catalogue | None = None
         self._model_memory: Mapping[str, int] = {}
         #: What the model failed with, when it was loaded or later.
         self.failure: Exception | None = None
@@ -117,11 +120,15 @@ class Service:
         kinds: dict[str, EndpointKind] = ENDPOINTS | {"/v1/responses": responses}
         asked: Answers = {path: partial(self._answer, kind) for path, kind in kinds.items()}
         asked |= {path: partial(self._embed, read) for path, read in EMBEDDINGS.items()}
-        asked |= {COUNT_TOKENS: self._count_tokens, "/tokenize": self._tokenize, "/api/show": self._show}
-        shown: Answers = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
+        asked |= {COUNT_TOKENS: partial(self._count_tokens, messages.counted_request, {})}
+        asked |= {INPUT_TOKENS: partial(self._count_tokens, responses[0], {"object": "response.input_tokens"})}
+        asked |= {"/tokenize": self._tokenize, "/api/show": self._show, "/api/pull": self._pull}
+        told: dict[str, Tell] = {"/v1/models": Catalogue.models, "/v1/models/{name:path}": Catalogue.known}
+        told |= {"/api/tags": Catalogue.tags, "/api/ps": Catalogue.running}
+        shown: Answers = {path: partial(self._tell, tell) for path, tell in told.items()}
         one = "/v1/responses/{id}"
-        shown |= {one: self._kept.show, "/v1": self._what_there_is, "/version": self._version}
-        shown |= {"/api/tags": self._tags, "/api/version": self._version}
+        shown |= {one: self._kept.show, f"{one}/input_items": self._input_items}
+        shown |= {"/v1": self._what_there_is, "/version": self._version, "/api/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
         methods: dict[str, Answers] = {"POST": asked, "GET": shown, "DELETE": {one: self._kept.remove}}
         shown_as = {path: path.replace("{name:path}", "NAME").replace("{id}", "ID") for path in (*asked, *shown)}
@@ -162,7 +169,9 @@ class Service:
         """Wait until the model is open. Raises what loading it raised, which the server then tells, too."""
         try:
             await self._llm.open()
-            self.model = self._described(await self._llm.call(lambda runtime: runtime))
+            runtime = await self._llm.call(lambda runtime: runtime)
+            self.model = self._described(runtime)
+            self._catalogue = Catalogue(self.model, runtime, self._llm.context_length, self._created)
         except Exception as error:
             self.failure = error
             raise
@@ -304,8 +313,8 @@ class Service:
         ids = await self._prompt_ids(completions.tokens, request)
         return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
 
-    async def _count_tokens(self, request: Request) -> Response:
-        return JSONResponse({"input_tokens": len(await self._prompt_ids(messages.counted_request, request))})
+    async def _count_tokens(self, read: Read, about: Mapping[str, str], request: Request) -> Response:
+        return JSONResponse({**about, "input_tokens": len(await self._prompt_ids(read, request))})
 
     async def _prompt_ids(self, read: Read, request: Request) -> list[int]:
         def prompt_ids(body: bytes) -> list[int]:
@@ -316,29 +325,25 @@ class Service:
 
         return await self._read(request, prompt_ids)
 
-    async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_object(name) for name in self.model.names]})
-
-    async def _model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self.model.adapter_of(name)
-        return JSONResponse(self._model_object(name))
-
-    def _model_object(self, name: str) -> dict[str, Any]:
-        parent = None if name == self.model.name else self.model.name
-        known = {"id": name, "object": "model", "created": self._created, "owned_by": "edgellm", "parent": parent}
-        about = {} if self.model.description is None else {"description": self.model.description}
-        return {**known, "max_model_len": self._llm.context_length, **about}
-
-    async def _tags(self, request: Request) -> Response:
-        assert self._runtime is not None
-        entries = [ollama_answers.model_entry(self.model, name, self._runtime) for name in self.model.names]
-        return JSONResponse({"models": entries})
+    async def _tell(self, tell: Tell, request: Request) -> Response:
+        assert self._catalogue is not None
+        return JSONResponse(tell(self._catalogue, **request.path_params))
 
     async def _show(self, request: Request) -> Response:
-        name = await self._read(request, lambda body: ollama.shown_model(body, self.model))
-        assert self._runtime is not None
-        return JSONResponse(ollama_answers.model_facts(self.model, name, self._runtime, self._llm.context_length))
+        name = await self._read(request, lambda body: ollama.named_model(body, self.model))
+        assert self._catalogue is not None
+        return JSONResponse(self._catalogue.facts(name))
+
+    async def _pull(self, request: Request) -> Response:
+        """Nothing is fetched: what is served is there."""
+        await self._read(request, lambda body: ollama.named_model(body, self.model, "stream", "insecure"))
+        return JSONResponse({"status": "success"})
+
+    async def _input_items(self, request: Request) -> Response:
+        listed = await self._readers.run(
+            self.guard.client(request.scope), lambda: self._kept.input_items(request), is_large=True
+        )
+        return Response(listed, media_type=JSONResponse.media_type)
 
     async def _what_there_is(self, request: Request) -> Response:
         return JSONResponse({"server": "edgellm", "version": __version__, "endpoints": self._endpoints})

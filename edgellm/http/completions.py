@@ -37,9 +37,28 @@ def chat(body: bytes, model: ServedModel) -> ParsedRequest:
     request["continue_final_message"] = bool(fields.take("continue_final_message", bool))
     messages, conversation = fields.take("messages"), fields.truncation()
     fields.end()
-    request["messages"] = fields.with_images(messages)
+    request["messages"] = fields.with_images(_said(messages))
     named = {"": "messages", "structure": "response_format"}
     return fields.parsed(named, request, conversation=conversation)
+
+
+def _said(messages: Any) -> Any:
+    """Messages in which what an assistant refused with is text, as it is what was said."""
+    found = [dict(each) if isinstance(each, dict) else each for each in messages] if isinstance(messages, list) else []
+    for message in (each for each in found if isinstance(each, dict) and each.get("role") == "assistant"):
+        content, refusal = message.get("content"), message.pop("refusal", None)
+        if refusal and not content:
+            message["content"] = refusal
+        elif refusal or isinstance(content, list):
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            parts = [*parts, {"type": "refusal", "refusal": refusal}] if refusal else parts
+            message["content"] = [
+                {"type": "text", "text": each.get("refusal")}
+                if isinstance(each, dict) and each.get("type") == "refusal"
+                else each
+                for each in parts
+            ]
+    return found or messages
 
 
 def completion(body: bytes, model: ServedModel) -> ParsedRequest:
@@ -83,7 +102,7 @@ def tokens(body: bytes, model: ServedModel) -> ParsedRequest:
     if (prompt is None) == (messages is None):
         raise HTTPError(400, "give a prompt or messages, one of them", param="prompt")
     if prompt is None:
-        return fields.parsed({"": "messages"}, request | {"messages": fields.with_images(messages)})
+        return fields.parsed({"": "messages"}, request | {"messages": fields.with_images(_said(messages))})
     prompt, *others = prompt_list(prompt, model)
     if others:
         raise HTTPError(400, f"prompt is a list of {len(others) + 1}: expected one", param="prompt")

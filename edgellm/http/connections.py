@@ -11,8 +11,10 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -43,6 +45,12 @@ _SEND_BYTES = 128 * 1024
 #: The descriptor of the first socket that systemd hands over.
 _FIRST = 3
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
+_PHRASES |= {431: "Request Header Fields Too Large"}
+#: What a client still sends of a request that is turned away is read and dropped for so many seconds: a connection that
+#: is closed with something unread may lose the answer.
+_LINGER_SECONDS = 2.0
+#: A target in absolute form: host and port, then path and query.
+_ABSOLUTE = re.compile(rb"https?://([^/?#]*)([^#]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,29 @@ class ConnectionLimits:
     header_seconds: float = 10.0
     body_seconds: float = 60.0
     stall_seconds: float = 30.0
+
+
+class RequestReader(h11.Connection):
+    """Reads requests: none with longer headers than there may be, in however few pieces they come, and those for a
+    target in absolute form as those for its path at its host (RFC 9112, 3.2.2)."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MOST_HEADER_BYTES)
+
+    def next_event(self) -> Any:
+        """See `h11.Connection`. Raises RemoteProtocolError."""
+        event = super().next_event()
+        if not isinstance(event, h11.Request):
+            return event
+        size = len(event.target) + sum(len(name) + len(value) + len(b": \r\n") for name, value in event.headers)
+        if size > MOST_HEADER_BYTES:
+            raise h11.RemoteProtocolError("the headers are too long", error_status_hint=431)
+        if (target := _ABSOLUTE.fullmatch(event.target)) is None:
+            return event
+        others = [(name, value) for name, value in event.headers if name != b"host"]
+        path = target[2] if target[2].startswith(b"/") else b"/" + target[2]
+        headers = [(b"host", target[1]), *others]
+        return h11.Request(method=event.method, target=path, headers=headers, http_version=event.http_version)
 
 
 class WatchedProtocol(H11Protocol):
@@ -69,6 +100,7 @@ class WatchedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or close it where there are as many as there may be."""
         super().connection_made(transport)
+        self.conn, self._lingers = RequestReader(), False
         self._state: tuple[Any, Any] = (None, None)
         self._since, self._unsent = time.monotonic(), 0
         self._stuck_since: float | None = None
@@ -94,7 +126,7 @@ class WatchedProtocol(H11Protocol):
         if self._stuck_since is not None and now - self._stuck_since > self.limits.stall_seconds:
             self.closed["slow reader"] += 1
             self.transport.abort()
-        elif self.transport.is_closing():
+        elif self.transport.is_closing() or self._lingers:
             return
         elif state[0] is h11.IDLE and now - self._since > self.limits.header_seconds:
             if self.conn.trailing_data[0]:
@@ -109,9 +141,25 @@ class WatchedProtocol(H11Protocol):
             else:
                 self._turn_away_slow("body", self.limits.body_seconds)
 
+    def data_received(self, data: bytes) -> None:
+        """Take what came, but of a connection that was turned away."""
+        if not self._lingers:
+            super().data_received(data)
+
+    def shutdown(self) -> None:
+        """End the connection as soon as nothing is being answered."""
+        if self._lingers:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
-        self._turn_away("no HTTP", 400, msg)
+        """Answer what is no HTTP, or has headers that are too long. Called where the error is handled."""
+        if getattr(sys.exc_info()[1], "error_status_hint", 400) == 431:
+            message = f"the request's line and headers have more than {MOST_HEADER_BYTES:,} bytes, which are the most"
+            self._turn_away("long headers", 431, message)
+        else:
+            self._turn_away("no HTTP", 400, msg)
 
     def _turn_away_slow(self, part: str, seconds: float) -> None:
         self._turn_away(f"slow {part}", 408, f"the request's {part} did not come within {seconds:g} seconds")
@@ -122,7 +170,12 @@ class WatchedProtocol(H11Protocol):
         head = f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         head += f"content-length: {len(body)}\r\n" + ("retry-after: 1\r\n" if status == 503 else "") + "\r\n"
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        if status == 431 and self.transport.can_write_eof():
+            self._lingers = True
+            self.transport.write_eof()
+            self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -154,7 +207,6 @@ class Server(uvicorn.Server):
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
-                h11_max_incomplete_event_size=MOST_HEADER_BYTES,
             )
         )
         self._finish = finish

@@ -1,4 +1,5 @@
-"""Requests for embeddings to `/v1/embeddings`, and to ollama's `/api/embed`: one `EmbeddingRequest` for both."""
+"""Requests for embeddings to `/v1/embeddings`, and to ollama's `/api/embed` and `/api/embeddings`: one
+`EmbeddingRequest` for all."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from edgellm.embedding import EmbeddingRequest
 from edgellm.http.completions import prompt_list
-from edgellm.http.errors import HTTPError
+from edgellm.http.errors import HTTPError, unserved
 from edgellm.http.fields import HARMLESS, Fields, ServedModel, wrong
 from edgellm.http.ollama import LOADING
 
@@ -51,17 +52,31 @@ def embedding_request(body: bytes, model: ServedModel) -> ParsedEmbedding:
 def ollama_request(body: bytes, model: ServedModel) -> ParsedEmbedding:
     """A request to `/api/embed`. Raises HTTPError."""
     fields = Fields(body, model)
-    fields.only("truncate", False, why="no text is cut: one that is longer than the context is refused")
+    if fields.take("truncate", bool):  # which changes nothing for texts that fit; no other is answered
+        fields.ignored.append("truncate")
+    return _ollama_parsed(fields, _embeddings)
+
+
+def _ollama_parsed(fields: Fields, write: Callable[..., dict[str, Any]]) -> ParsedEmbedding:
     for name, value in (fields.take("options", dict) or {}).items():
         if value is not None and name not in LOADING:
-            message = f"options.{name[:80]} is not served: nothing is drawn for an embedding"
-            raise HTTPError(400, message, param=f"options.{name[:80]}", code="unsupported_parameter")
+            raise unserved(f"options.{name}", "nothing is drawn for an embedding")
         fields.ignored += [f"options.{name}"] if value is not None else []
-    return _parsed(fields, _embeddings)
+    return _parsed(fields, write)
+
+
+def ollama_prompt(body: bytes, model: ServedModel) -> ParsedEmbedding:
+    """A request to `/api/embeddings`, of ollama's earlier clients: one text, one embedding. Raises HTTPError."""
+    fields = Fields(body, model)
+    prompt = fields.take("prompt", str)
+    if prompt is None:
+        raise wrong("prompt", prompt, "text")
+    fields.put("input", prompt, "prompt")
+    return _ollama_parsed(fields, lambda _, vectors, tokens, seconds: {"embedding": vectors[0].tolist()})
 
 
 #: What reads requests, by path.
-EMBEDDINGS = {"/v1/embeddings": embedding_request, "/api/embed": ollama_request}
+EMBEDDINGS = {"/v1/embeddings": embedding_request, "/api/embed": ollama_request, "/api/embeddings": ollama_prompt}
 
 
 def _parsed(fields: Fields, write: Callable[..., dict[str, Any]]) -> ParsedEmbedding:

@@ -10,7 +10,7 @@ from typing import Any
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
-from edgellm.http.errors import HTTPError, checked, http_error, wrong
+from edgellm.http.errors import HTTPError, checked, http_error, unserved, wrong
 from edgellm.http.kept_responses import Items
 from edgellm.http.media_parts import file_of_part, image_of_part
 from edgellm.requests import Request, checked_priority
@@ -141,7 +141,7 @@ class Fields:
         #: What `common` finds: the name of the model, and how the answer is to be streamed.
         self.name, self.stream, self.include_usage = model.name, streams, False
         self._left = {name: item for name, item in value.items() if item is not None}
-        self._known: list[str] = []
+        self._known: dict[str, None] = {}
         self.ignored: list[str] = []
         #: The values of fields that change nothing.
         self.unused: dict[str, Any] = {}
@@ -150,7 +150,7 @@ class Fields:
 
     def take(self, name: str, kind: type = object) -> Any:
         """A field's value; None where it is not there. HTTPError for one of another type."""
-        self._known.append(name)
+        self._known[name] = None
         value = self._left.pop(name, None)
         if value is None or kind is object:
             return value
@@ -175,7 +175,7 @@ class Fields:
         """Refuse fields, unless they are empty."""
         for name in names:
             if self.take(name) not in (None, [], {}):
-                raise HTTPError(400, f"{name} is not served: {why}", param=name, code="unsupported_parameter")
+                raise unserved(name, why)
 
     def ignore(self, *names: str) -> None:
         """Take fields that change nothing, and report them."""
@@ -186,7 +186,7 @@ class Fields:
     def end(self) -> None:
         """HTTPError for what was not taken."""
         for name in self._left:
-            message = f"the field {shown(name)} is unknown{did_you_mean(name, self._known)}"
+            message = f"the field {shown(name)} is unknown{did_you_mean(name, [*self._known])}"
             raise HTTPError(400, message, param=name[:100], code="unknown_parameter")
 
     def common(self) -> dict[str, Any]:

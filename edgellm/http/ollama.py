@@ -1,5 +1,5 @@
-"""Requests of clients of ollama's API, to `/api/chat`, `/api/generate` and `/api/show`: options are in an object of
-their own, images beside the text, and arguments of calls are objects."""
+"""Requests of clients of ollama's API, to `/api/chat`, `/api/generate`, `/api/show` and `/api/pull`: options are in an
+object of their own, images beside the text, and arguments of calls are objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgellm.errors import shown
-from edgellm.http.errors import HTTPError, wrong
+from edgellm.http.errors import HTTPError, unserved, wrong
 from edgellm.http.fields import Fields, ParsedRequest, ServedModel, with_logprobs
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.turns import OngoingConversation
@@ -24,7 +24,14 @@ LOADING = (
 )
 #: Values by which an option asks for nothing; -1 tokens are as many as the context has room for, and so are -2.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"num_predict": (-1, -2), "seed": (-1,), "repeat_last_n": (-1,)}
-_NEUTRAL |= {"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "penalize_newline": (True,)}
+_NEUTRAL |= {"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "penalize_newline": (True,), "num_keep": (0,)}
+#: Options that nothing here does, with the reason. Those of penalties change nothing where no token is penalized, and
+#: those of mirostat nothing without it.
+_DRAWN = "tokens are drawn by temperature, top_k, top_p and min_p"
+_UNSERVED = {"mirostat": _DRAWN, "typical_p": _DRAWN, "tfs_z": _DRAWN}
+_UNSERVED |= {"num_keep": "an answer ends where the context is full, nothing of its prompt is dropped"}
+_OF_PENALTIES = dict.fromkeys(("repeat_last_n", "penalize_newline"), "a penalty is on all tokens of prompt and answer")
+_OF_MIROSTAT = ("mirostat_tau", "mirostat_eta")
 
 
 def chat(body: bytes, model: ServedModel) -> ParsedRequest:
@@ -90,27 +97,29 @@ def _begun(body: bytes, model: ServedModel) -> tuple[Fields, dict[str, Any]]:
 def _sampling(fields: Fields) -> SamplingParams:
     """The parameters that `options` ask for. HTTPError for one that would not be kept."""
     options = fields.take("options", dict) or {}
-    for name, value in options.items():
-        what, called = f"options.{name}"[:100], OPTIONS.get(name)
-        if value is None or any(value == each for each in _NEUTRAL.get(name, ())):
-            continue
-        if name in LOADING:
+    asked = {name: value for name, value in options.items() if value not in (None, *_NEUTRAL.get(name, ()))}
+    for name, value in asked.items():
+        what = f"options.{name}"[:100]
+        if name in OPTIONS:
+            fields.put(OPTIONS[name], value, what)
+        elif name in LOADING or name in _OF_MIROSTAT:
             fields.ignored.append(what)
-        elif called is None:
-            expected = ", ".join([*OPTIONS, *LOADING])
-            message = f"{shown(what)} is not served: expected one of {expected}"
-            raise HTTPError(400, message, param=what, code="unsupported_parameter")
-        else:
-            fields.put(called, value, what)
+        elif name not in _OF_PENALTIES:
+            raise unserved(what, _UNSERVED.get(name, f"expected one of {', '.join([*OPTIONS, *LOADING])}"))
     try:
         params = fields.sampling("max_tokens")
-        return replace(params, max_tokens=None) if options.get("num_predict") in _NEUTRAL["num_predict"] else params
+        if options.get("num_predict") in _NEUTRAL["num_predict"]:
+            params = replace(params, max_tokens=None)
     except HTTPError as error:
         name = next((name for name, called in OPTIONS.items() if called == error.param), None)
         if name is None:
             raise
         message = f"options.{name}{error.message.removeprefix(error.param or '')}"
         raise HTTPError(400, message, param=f"options.{name}") from error
+    is_penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    for name in _OF_PENALTIES.keys() & asked.keys() if is_penalized else ():
+        raise unserved(f"options.{name}", _OF_PENALTIES[name])
+    return params
 
 
 def _thinking(fields: Fields) -> dict[str, Any]:
@@ -179,11 +188,12 @@ def _calls(given: Any, what: str, number: int) -> list[dict[str, Any]]:
     return calls
 
 
-def shown_model(body: bytes, model: ServedModel) -> str:
-    """The name of the model that a request to `/api/show` asks about. Raises HTTPError."""
+def named_model(body: bytes, model: ServedModel, *unused: str) -> str:
+    """The name of the model that a request asks about; `unused` are fields that change nothing. Raises HTTPError."""
     fields = Fields(body, model)
-    name = fields.take("model") or fields.take("name")
+    name, older_name = fields.take("model"), fields.take("name")
     fields.only("verbose", False, why="vocabularies are not told")
+    for each in unused:
+        fields.take(each, bool)
     fields.end()
-    model.adapter_of(name)
-    return str(name)
+    return model.adapter_of(name or older_name) or model.name

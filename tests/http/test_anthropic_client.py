@@ -286,6 +286,12 @@ def test_errors_are_those_that_the_client_knows(reader: Any) -> None:
     assert HTTPError(413, "large").body("/v1/messages/count_tokens")["error"]["type"] == "request_too_large"
 
 
+def test_models_are_listed(reader: Any) -> None:
+    found = list(reader.models.list(limit=2))
+    assert [each.id for each in found] == [MODEL, "json", "pirate", "tools"]
+    assert reader.models.retrieve("pirate") == found[2] and found[2].max_input_tokens == 1024
+
+
 @pytest.fixture(scope="module")
 def locked() -> Iterator[ServerProcess]:
     with running("--api-key", "key-of-the-robot", key="key-of-the-robot") as server:

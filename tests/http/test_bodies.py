@@ -21,6 +21,7 @@ from edgellm.http.app import Service
 from edgellm.http.errors import HTTPError
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard, host_name
+from edgellm.http.kept_responses import KeptResponses
 from edgellm.http.messages import counted_request, message_request
 from edgellm.http.responses import response_request
 from edgellm.opened_model import SHIPPED_MODEL
@@ -197,3 +198,25 @@ def test_a_model_whose_thread_has_ended() -> None:
 
     service = asyncio.run(end())
     assert service.state == "failed" and asked(service, "/health")[0][0] == 503
+
+
+def test_what_is_expected_is_said_once() -> None:
+    with pytest.raises(HTTPError) as refused:
+        response_request(b'{"model": "m", "input": "hi", "qqqq": 1}', MODEL, KeptResponses(1))
+    names = refused.value.message.partition("expected one of ")[2].split(", ")
+    assert len(names) == len(set(names)) > 20
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, [{"type": "text", "text": "No."}]),
+        ({"content": "Hm.", "refusal": "No."}, [{"type": "text", "text": "Hm."}, {"type": "text", "text": "No."}]),
+    ],
+)
+def test_what_was_refused_was_said(said: dict[str, Any], text: Any) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **said}, {"role": "user", "content": "why?"}]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    for read in (completions.chat, completions.tokens):
+        assert read(body, MODEL).request.messages[1] == {"role": "assistant", "content": text}

@@ -84,15 +84,41 @@ def test_an_idle_connection_is_kept_for_a_while_and_closed(strict: ServerProcess
     assert read_to_end(connection) == b""
 
 
-@pytest.mark.parametrize(
-    "data", [b"\0\1\2\3\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nA: " + b"x" * 20_000]
-)
+@pytest.mark.parametrize("data", [b"\0\1\2\3\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
 def test_what_is_no_http_is_answered_in_json(strict: ServerProcess, data: bytes) -> None:
-    """The last but one has no host, which HTTP/1.1 asks for; the last one has no end."""
+    """The last one has no host, which HTTP/1.1 asks for."""
     connection = strict.connect()
     connection.sendall(data)
     head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["code"] == "no_http"
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["without an end", "whole"])
+@pytest.mark.parametrize("size", [20_000, 100_000])
+def test_headers_have_a_limit_in_one_piece_too(strict: ServerProcess, size: int, end: bytes) -> None:
+    connection = strict.connect()
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * size + end)
+    head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431") and json.loads(body)["error"]["code"] == "long_headers"
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "expected"),
+    [
+        ("http://localhost/v1/models/json?x", "evil.example", (200, "json")),
+        ("HTTP://LOCALHOST:1", "localhost", (200, "<!doctype html>")),
+        ("https://evil.example/health", "localhost", (421, "wrong_host")),
+        ("http://me@localhost/health", "localhost", (421, "wrong_host")),
+        ("localhost:80", "localhost", (404, "Not Found")),
+    ],
+)
+def test_targets_may_name_the_host(strict: ServerProcess, target: str, host: str, expected: tuple[int, str]) -> None:
+    """The header Host does not count beside them (RFC 9112, 3.2.2)."""
+    connection = strict.connect()
+    padding = "A: " + "x" * 15_000  # within the limit
+    connection.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n{padding}\r\nConnection: close\r\n\r\n".encode())
+    found = read_to_end(connection).decode()
+    assert found.startswith(f"HTTP/1.1 {expected[0]} ") and expected[1] in found
 
 
 def test_connections_beyond_the_limit_are_closed(strict: ServerProcess) -> None:

@@ -14,7 +14,7 @@ from embedding_models import TOLERANCE, EmbeddingModel, normalised
 from golden_files import largest_difference
 from http_server import ServerProcess, running
 
-from edgellm.http.embeddings import MOST_INPUTS, embedding_request, ollama_request
+from edgellm.http.embeddings import MOST_INPUTS, embedding_request, ollama_prompt, ollama_request
 from edgellm.http.errors import HTTPError
 from edgellm.http.fields import ServedModel
 
@@ -64,10 +64,13 @@ def test_one_text_and_token_ids_are_taken_and_ollama_asks_alike(embedder: Server
     decoded = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in several[1]["data"]]
     assert largest_difference(np.stack(decoded), last[[2, 39]]) <= TOLERANCE
     assert several[2]["edgellm-ignored"] == "user" and several[2]["cache-control"] == "no-store"
-    status, found, headers = post("/api/embed", input=model.texts[0], options={"num_ctx": 99, "seed": None})
+    options = {"num_ctx": 99, "seed": None}
+    status, found, headers = post("/api/embed", input=model.texts[0], options=options, truncate=True)
     np.testing.assert_allclose(found["embeddings"], model.expected["embeddings"][:1], atol=TOLERANCE)
     assert status == 200 and found["prompt_eval_count"] == len(model.texts[0]) + 1 and found["total_duration"] > 0
-    assert headers["edgellm-ignored"] == "options.num_ctx"
+    assert headers["edgellm-ignored"] == "truncate, options.num_ctx"
+    client = pytest.importorskip("ollama").Client(host=f"http://{embedder.host}:{embedder.port}")
+    np.testing.assert_allclose(client.embeddings(NAME, model.texts[0]).embedding, found["embeddings"][0], atol=1e-6)
     assert post("/api/show")[1]["capabilities"][0] == "embedding"
     assert post("/tokenize", prompt="ab")[1]["tokens"][-1] == 256
     assert embedder.metric("embedding_texts_total") >= 4
@@ -113,6 +116,8 @@ def test_what_would_not_be_honoured_is_refused() -> None:
     assert refusal(embedding_request, input=["a", 7]).param == "input"
     assert refusal(embedding_request, input=None).message.startswith("input is missing")
     assert refusal(embedding_request, input=["a"] * (MOST_INPUTS + 1)).message.endswith(f"at most {MOST_INPUTS}")
-    assert refusal(ollama_request, truncate=True).message.startswith("truncate is True: no text is cut")
+    assert refusal(ollama_request, truncate="yes").message.startswith("truncate is 'yes'")
+    assert refusal(ollama_prompt, input="x").message == "prompt is missing: expected text"
+    assert refusal(ollama_prompt, prompt="x", input="x").param == "prompt"
     assert refusal(ollama_request, options={"temperature": 1}).param == "options.temperature"
     assert refusal(ollama_request, encoding_format="float").param == "encoding_format"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import openai
 import pytest
 from http_server import MODEL, ServerProcess, running
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
+from starlette.requests import Request
 
 from edgellm.http.errors import HTTPError
 from edgellm.http.fields import ServedModel
 from edgellm.http.kept_responses import Items, KeptResponses
 from edgellm.http.responses import input_messages, response_request
+from edgellm.opened_model import SHIPPED_MODEL
 
 QUESTION = "Where is the red cup?"
 PARAMETERS = {"type": "object", "properties": {"object": {"type": "string"}}, "required": ["object"]}
@@ -74,6 +77,42 @@ def test_events_are_those_of_the_api_and_calls_go_on(keeping: ServerProcess) -> 
     found = client.responses.create(input=[output], previous_response_id=answer.id, **options)
     items = [{"role": "user", "content": asked}, answer.output[0].to_dict(), output]
     assert found.output_text == client.responses.create(input=items, **options).output_text != ""
+
+
+def test_the_items_that_an_answer_was_given_to_are_listed(keeping: ServerProcess) -> None:
+    client, image = keeping.client(), base64.b64encode((SHIPPED_MODEL / "scenes" / "toys.png").read_bytes()).decode()
+    shown = {"type": "input_image", "image_url": f"data:image/png;base64,{image}"}
+    seen: Any = [{"type": "input_text", "text": "What do you see?"}, shown]
+    first = client.responses.create(model=MODEL, input=[{"role": "user", "content": seen}])
+    said: Any = [{"role": "assistant", "content": "Hm."}, {"type": "message", "role": "user", "content": QUESTION}]
+    second = client.responses.create(model=MODEL, input=said, previous_response_id=first.id, instructions="Be brief.")
+    items = list(client.responses.input_items.list(second.id, order="asc", limit=3))  # of two pages
+    assert [each.role for each in items] == ["user", "assistant", "assistant", "user"]
+    assert items[0].content[1].image_url == shown["image_url"] and items[1].id == first.output[0].id
+    assert [each.content[0].text for each in items] == [seen[0]["text"], first.output_text, "Hm.", QUESTION]
+    assert client.responses.input_items.list(second.id).data == items[::-1]
+    assert client.responses.input_items.list(second.id, after=items[0].id).data == []
+    for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "?"}, "after")):
+        with pytest.raises(openai.BadRequestError, match=f"{param} is "):
+            client.responses.input_items.list(second.id, **query)
+    with pytest.raises(openai.NotFoundError, match="resp_0"):
+        client.responses.input_items.list("resp_0")
+    counted = client.responses.input_tokens.count(model=MODEL, input=said, previous_response_id=first.id)
+    whole = client.responses.create(model=MODEL, input=said, previous_response_id=first.id).usage
+    assert counted.input_tokens == whole.input_tokens > 150  # those of the image, too
+
+
+def test_calls_and_results_are_listed_with_ids() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "look_at", "arguments": "{}", "status": None}
+    given = [call, {"type": "function_call_output", "call_id": "c", "output": "done"}]
+    given.append({"type": "reasoning", "summary": []})
+    kept = KeptResponses(1)
+    kept.keep(Items(tuple(given), 9), {"id": "a", "output": []})
+    scope = {"type": "http", "path_params": {"id": "a"}, "query_string": b"order=asc&include=x", "headers": []}
+    listed = json.loads(kept.input_items(Request(scope)))
+    found = TypeAdapter(ResponseItemList).validate_python(listed, strict=True)
+    assert [each.id for each in found.data] == ["fc_0", "fco_1", "rs_2"] and found.first_id == "fc_0"
+    assert listed["data"][1] == {"id": "fco_1", "status": "completed", **given[1]}
 
 
 def test_reasoning_is_handed_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from datetime import datetime
 from typing import Any
 
 import jsonschema
@@ -100,14 +101,26 @@ def test_models_are_listed_and_shown(server: ServerProcess) -> None:
     assert found.modelinfo[f"{found.details.family}.block_count"] > 0
     assert client.show("json").details.parent_model == MODEL
     assert server.get("/api/version")[1] == {"version": __version__}
+    assert client.show(f"{MODEL}:latest") == found
+    running = client.ps().models
+    assert [(each.model, each.name, each.digest) for each in running] == [(name, name, first.digest) for name in names]
+    assert running[0].size > first.size and running[0].size_vram == 0 and running[0].context_length == 1024
+    assert running[0].details == first.details and running[0].expires_at.year > datetime.now().year + 20
+    assert client.pull(f"{MODEL}:latest").status == "success"
+    assert [each.status for each in client.pull("json", stream=True)] == ["success"]
     with pytest.raises(pytest.importorskip("ollama").ResponseError, match="did you mean shipped") as raised:
-        client.show("shiped")
+        client.pull("shiped")
     assert raised.value.status_code == 404
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options.repeat_last_n"),
+        ({"options": {"repeat_last_n": 0, "presence_penalty": 1}}, "options.repeat_last_n"),
+        ({"options": {"penalize_newline": False, "frequency_penalty": 1}}, "options.penalize_newline"),
+        ({"options": {"tfs_z": 0.5}}, "options.tfs_z"),
+        ({"options": {"num_kepp": 4}}, "options.num_kepp"),
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": {"num_keep": 4}}, "options.num_keep"),
         ({"options": {"repeat_penalty": -1}}, "options.repeat_penalty"),
@@ -144,6 +157,11 @@ def test_options_and_thinking_are_those_of_the_inner_request() -> None:
     assert read().request.params == SamplingParams(max_tokens=7) and read().stream and not read(stream=False).stream
     free = read(options={"num_predict": -1, "seed": -1, "mirostat": 0, "stop": ["x"]}).request.params
     assert free == SamplingParams(max_tokens=None, stop=["x"])
+    off = {"repeat_last_n": 64, "repeat_penalty": 1.0, "penalize_newline": False, "tfs_z": 1.0, "num_keep": 0}
+    loading = {"num_gpu": 1, "num_thread": 4, "use_mmap": True, "mirostat": 0, "mirostat_tau": 5.0}
+    taken = read(options=off | loading)
+    assert taken.request.params == SamplingParams(max_tokens=7)
+    assert taken.ignored == tuple(f"options.{each}" for each in loading if each != "mirostat")
     thoughts = {think: read(think=think).request.template_variables for think in (True, False, "low")}
     assert thoughts == {each: {"enable_thinking": bool(each)} for each in thoughts}
     assert read().conversation is not None and read(truncate=False).conversation is None
