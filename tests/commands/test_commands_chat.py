@@ -94,7 +94,7 @@ def test_help_and_settings_are_listed(chat):
         ("/frobnicate now", "/frobnicate is no command; /help lists them"),
         ("/set temprature 1", "there is no setting 'temprature': did you mean temperature?"),
         ("/set top_p 7", "top_p is 7: expected a number above 0 and up to 1"),
-        ("/set seed many", "seed is 'many': expected a whole number from 0"),
+        ("/set seed many", "seed is 'many': expected a whole number from -"),
         ("/save", "/save needs the name of a file: /save FILE"),
         ("/save!", "/save! needs the name of a file: /save! FILE"),
         ("/load /no/such/file", "/no/such/file cannot be read: No such file or directory"),

@@ -182,9 +182,9 @@ def test_chat_template_of_the_command_line(edgellm, engines, llm, tmp_path):
     [
         ("--temperature", "-1", "a number from 0 to 100"),
         ("--top-p", "0", "above 0 and up to 1"),
-        ("--top-k", "-1", "from 0 to 2147483647"),
+        ("--top-k", "-2", "from -1 to 2147483647"),
         ("--min-p", "2", "a number from 0 to 1"),
-        ("--seed", "-3", "from 0 to 18446744073709551615"),
+        ("--seed", "18446744073709551616", "to 18446744073709551615"),
         ("--max-tokens", "0", "from 1 to 2147483647"),
         ("--repetition-penalty", "0", "above 0 and up to 100"),
         ("--presence-penalty", "9", "from -2 to 2"),
