@@ -17,7 +17,6 @@ import numpy as np
 
 from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting.drafter import Step
 from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
@@ -205,13 +204,13 @@ class DecodingLoop:
             return self._drafter.goes_on(len(self.running), self._idle)
         if latest.is_prefill and latest.tokens is None:
             self._look_up(now)  # it takes longer than a step
-        return self._drafter.promises(Step(self._runner, len(self.running), now.room, False), self.running)
+        return self._drafter.promises(self._runner, self.running, now.room)
 
     def _look_up(self, now: _Outlook) -> None:
         """Ask what was said behind the tokens that are known, now that the device has what to do: what is found
         is given when the steps under way are done, if their tokens are among it."""
         if not now.ruled and now.asked and any(each.least < each.wanted for each in now.going):
-            self._drafter.look_up(Step(self._runner, len(self.running), now.room, False), self.running)
+            self._drafter.look_up(self._runner, self.running, now.room)
 
     def _drawn(self, launch: _Launch) -> list[list[int]]:
         """Wait for the tokens of a launch, each slot's, whether its sequence wants them or not."""
@@ -245,8 +244,8 @@ class DecodingLoop:
         known = all(launch.tokens is not None for launch in self._launches)
         waited = known and begun is None and self._runner.backend.steps_ahead > 0
         if now.asked:
-            step = Step(self._runner, batch, now.room, now.ruled)
-            plan, trees = self._drafter.choose(step, self.running, known, begun is not None, waited)
+            asked = self._runner, self.running, now.room, now.ruled, known, begun is not None, waited
+            plan, trees = self._drafter.choose(*asked)
         elif now.rests:
             self._drafter.rest -= 1
         rules = StepMasks(self.running) if now.ruled else None

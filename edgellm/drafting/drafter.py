@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from edgellm.drafting.proposals import Drafted
 from edgellm.engines.speculation.draft_plan import DraftPlan
@@ -12,24 +11,6 @@ from edgellm.engines.speculation.runner import DecodingRunner
 
 #: The plan of a step (None: a plain one), and the candidates of each slot for a plan that takes some.
 Choice = tuple[DraftPlan | None, list[GivenTree] | None]
-
-
-class Step(NamedTuple):
-    """What is to be chosen: the next step of a runner's leading slots, under rules or not; none takes more than `room`
-    tokens."""
-
-    runner: DecodingRunner
-    batch: int
-    room: int
-    ruled: bool
-
-    def fits(self, plan: DraftPlan | None) -> bool:
-        """Whether a round of the plan is ready, and there is room for it."""
-        return plan is None or (plan.longest <= self.room and self.runner.is_ready(self.batch, plan, self.ruled))
-
-    def first_fitting(self, plans: Sequence[DraftPlan]) -> DraftPlan | None:
-        """The first of `plans` that fits; None decodes plainly."""
-        return next(filter(self.fits, plans), None)
 
 
 class Policy:
@@ -53,12 +34,19 @@ class Policy:
         """It has ended."""
 
     def choose(
-        self, step: Step, sequences: Sequence[Drafted], known: bool = True, begun: bool = False, waited: bool = False
+        self,
+        runner: DecodingRunner,
+        sequences: Sequence[Drafted],
+        room: int,
+        ruled: bool,
+        known: bool = True,
+        begun: bool = False,
+        waited: bool = False,
     ) -> Choice:
-        """The next step of sequences in the leading slots. Candidates are given only where all their tokens are
-        `known`. A step that has `begun` is a plain one. `waited` says whether the device has nothing to do
-        meanwhile."""
-        return step.first_fitting(self.plans), None
+        """The next step of sequences in the leading slots, under rules or not, none of which takes more than `room`
+        tokens. Candidates are given only where all their tokens are `known`. A step that has `begun` is a plain one.
+        `waited` says whether the device has nothing to do meanwhile."""
+        return first_fitting(self.plans, runner, len(sequences), room, ruled), None
 
     def record(
         self,
@@ -73,10 +61,10 @@ class Policy:
         plain one may have `waited` for the host; for `blocked` seconds the host waited for the device.
         """
 
-    def look_up(self, step: Step, sequences: Sequence[Drafted]) -> None:
+    def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """The device has what to do: time to ask what was said behind the tokens that are known."""
 
-    def promises(self, step: Step, sequences: Sequence[Drafted]) -> bool:
+    def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """Whether a round should follow the step under way, so that its tokens are worth waiting for."""
         return False
 
@@ -106,3 +94,10 @@ class FixedDrafter(Policy):
 def fitting_plans(plan: DraftPlan) -> Sequence[DraftPlan]:
     """A plan, and what is left of it where there is less room."""
     return plan, *(plan.shortened(steps) for steps in range(plan.steps - 1, 0, -1))
+
+
+def first_fitting(
+    plans: Sequence[DraftPlan], runner: DecodingRunner, batch: int, room: int, ruled: bool
+) -> DraftPlan | None:
+    """The first of `plans` that is ready and cannot emit more than `room` tokens; None decodes plainly."""
+    return next((plan for plan in plans if plan.longest <= room and runner.is_ready(batch, plan, ruled)), None)

@@ -3,8 +3,9 @@
 One learner rates all by what they should give and what they take: tokens a second of all sequences. What candidates
 promise follows from the tokens that came, what rounds take from finished ones. Choices follow from finished steps
 alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps that
-their tokens would have taken is drawn from an `Account`, without which no draft model is asked and no candidate of the
-host looked for. Where it looks in vain it rests: the decoding loop asks nothing for some steps.
+their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates
+of the host has a budget of its own (`Search`). Where it looks in vain it rests: the decoding loop asks nothing for some
+steps.
 """
 
 from __future__ import annotations
@@ -13,27 +14,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from edgellm.drafting.drafter import Choice, Policy, Step
-from edgellm.drafting.own_plans import OwnPlans
+from edgellm.drafting.drafter import Choice, Policy
+from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import Account, DraftingReport, Option
+from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
 #: Nodes of the trees of given candidates, the root included: where every shape is captured, and where any is computed
 #: at once.
 CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
-#: Given candidates, the best of many, must promise so many times the tokens a second of what is done otherwise.
+#: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
+#: otherwise.
 GAIN = 1.2
-#: What is known of steps is looked at anew after so many plain ones at the most. A look in vain puts the next one off,
-#: for longer each time, until it costs no more than this share of the steps between.
-MOST_REST, LOOK_SHARE = 255, 0.01
-#: Looking for candidates leaves so much of what may be lost to rounds, and rests for so many steps where no more is
-#: there; so much may be overdrawn to use what was found: a look and a round of it take so long on slow hosts. Settled
-#: with tools/bench/drafting_workloads.py and host_time.py.
-LEFT_TO_ROUNDS, LOOKS_REST, OVERDRAFT = 1.0, 32, 6.0
 #: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
 #: found under rules, as first guesses.
 FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
@@ -63,114 +59,127 @@ class Learner(Policy):
         adaptive: bool = True,
         in_one_pass: bool = False,
     ) -> None:
+        super().__init__()
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
-        self.looks_up, self.drafts = index is not None, index is not None or bool(own)
+        self.looks_up = index is not None
+        self.drafts = self.looks_up or bool(own)
         sizes = CAPTURED_TREES if ahead else COMPUTED_TREES
         #: The plans of given candidates, by size.
         self.given_plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes if deepest)
-        self.plans = (*own, *self.given_plans) if self.looks_up else self.own
-        self.forced_plans = () if self.looks_up else self.given_plans
+        of_all = (*own, *self.given_plans)
+        self.plans, self.forced_plans = (of_all, ()) if self.looks_up else (self.own, self.given_plans)
         self.host = HostProposals(max(sizes) - 1, deepest, index)
         self.account = Account()
-        self._guess = CAPTURED if ahead else COMPUTED
-        self._guess = self._guess.in_one_pass() if in_one_pass else self._guess
+        guess = CAPTURED if ahead else COMPUTED
+        self._guess = guess.in_one_pass() if in_one_pass else guess
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest: tuple[int, bool] = (1, False)
         self._choice = OwnPlans(own, adaptive, self.account)
         self._rounds: Counter[str] = Counter()
         self._best_compared: Sequence[Option] = ()
-        #: How many steps were chosen; of those without rules and of those under rules the first before which candidates
-        #: are looked for again, and for how many steps a look in vain puts that off.
-        self._chosen, self._rested_until = 0, 0
-        self.looks_from, self._patience = [0, 0], [0, 0]
+        #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
+        self._rested_until = 0
+        self._chosen, self.searches = 0, (Search(), Search())
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, [0.0, 0.0]
         self._saved, self._finds = FIRST_SAVED, FIRST_CHANCE
-        #: Whether behind a round of given candidates nothing was looked for yet.
-        self._behind_round = False
+        #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
+        #: found in place of a plain step that had begun.
+        self._behind_round, self._missed = False, False
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         self.host.open(sequence, prompt_ids)
-        self.account.risks.clear()
+        self.account.forget()
         self._behind_round = False
 
     def close(self, sequence: Drafted) -> None:
         self.host.close(sequence)
 
     def choose(
-        self, step: Step, sequences: Sequence[Drafted], known: bool = True, begun: bool = False, waited: bool = False
+        self,
+        runner: DecodingRunner,
+        sequences: Sequence[Drafted],
+        room: int,
+        ruled: bool,
+        known: bool = True,
+        begun: bool = False,
+        waited: bool = False,
     ) -> Choice:
         """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
         if self.rested_steps:
             self._count_rests()
-        ruled, self.rests_as = step.ruled, (step.batch, step.ruled)
-        self._chosen, self.rest = self._chosen + 1, 0
+        step = Step(runner, len(sequences), room, ruled)
+        self._chosen, self.rest, self.rests_as = self._chosen + 1, 0, (step.batch, ruled)
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
             own = () if begun or self._adaptive else self.own
-            ready = (p for p in own if p.longest <= step.room and step.runner.is_ready(step.batch, p, ruled))
-            return next(ready, None), None
+            fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
+            return next(fitting, None), None
         if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
-            self._rested_until = self.looks_from[True] = self._chosen + SAMPLE
-        if known and self._looks(step.batch, ruled, not waited):
-            asks, self._behind_round = not waited or (self._behind_round and not ruled), False
+            self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
+        if known and self._looks(ruled, not (self._missed or waited)):
+            asks = not waited or (self._behind_round and not ruled)
             found, best = self._look(step, sequences, asks, waited)
+            self._missed = begun and best is not None
             if best is not None and not begun:
+                self.account.launched(times.risk(best))
                 self._behind_round = True
                 return best, [each.cut(best) for each in found]
         plan = self._choice.choose(step, times) if self.own and not begun else None
-        if plan is None:  # the loop takes plain steps until there is something to look for or to choose
-            rests = [self._choice.kept] if self.own else []
-            if self.given_plans and (ruled or self.looks_up):
-                rests.append(self.looks_from[ruled] - self._chosen - 1)
-            self.rest = max(0, min(rests, default=MOST_REST))
-            self._choice.kept -= self.rest
-        elif self._adaptive:
-            self.account.risks.append(times.risk(plan))
+        if plan is not None:
+            self.account.launched(times.risk(plan) if self._adaptive else 0.0)
+        else:
+            self._take_rest(ruled)
         return plan, None
 
     def _is_host_bound(self, times: Seconds) -> bool:
         """Whether the device waits for the host, so that looking makes plain steps slower, too."""
         return self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
 
-    def _looks(self, batch: int, ruled: bool, is_fresh: bool = True, later: int = 0) -> bool:
-        """Whether it is time to look for candidates, now or so many steps `later`, and the account affords it; those
-        that are not `is_fresh` were found before."""
-        may_find = bool(self.given_plans) and (ruled or self.looks_up) and (batch, ruled) in self._times
-        if not may_find or self._chosen + later < self.looks_from[ruled]:
-            return False
-        is_affordable = self.account.left > LEFT_TO_ROUNDS - (0.0 if is_fresh else OVERDRAFT)
-        if not is_affordable:
-            self.looks_from[ruled] = self._chosen + LOOKS_REST
-        return is_affordable
+    def _take_rest(self, ruled: bool) -> None:
+        """Let the loop take plain steps until there is something to look for or to choose."""
+        rests = [self._choice.kept] if self.own else []
+        if self.given_plans and (ruled or self.looks_up):
+            rests.append(self.searches[ruled].begins - self._chosen - 1)
+        self.rest = max(0, min(rests, default=MOST_REST))
+        self._choice.kept -= self.rest
+
+    def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
+        """Whether it is time to look for candidates, `is_fresh` or what was found, and the budget affords it."""
+        may_find = bool(self.given_plans) and (ruled or self.looks_up)
+        return may_find and self.searches[ruled].is_due(self._chosen, is_fresh)
 
     def _look(
         self, step: Step, sequences: Sequence[Drafted], asks: bool, waited: bool = False
     ) -> tuple[list[Proposed], DraftPlan | None]:
-        """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too. It costs
-        nothing where the device, which has not `waited`, is at work for longer."""
-        began, ruled, times = time.perf_counter(), step.ruled, self._times[step.batch, step.ruled]
+        """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too."""
+        began = time.perf_counter()
         found = [self.host.proposed(sequence, step.room - 1, asks) for sequence in sequences]
-        best = self._best_given(step, found, times)
-        if ruled:
+        best = self._best_given(step, found)
+        self._behind_round = False
+        if step.ruled:
             self._finds += _FIND_PACE * ((best is not None) - self._finds)
-        seconds = time.perf_counter() - began
-        is_hidden = self._ahead and not waited and self._blocked[ruled] > seconds
-        self._looked += 0.0 if is_hidden else seconds
-        if best is not None:
-            self._patience[ruled] = 0
-        elif not is_hidden:
-            rest = min(self._patience[ruled], int(seconds / times.plain / LOOK_SHARE))
-            self.looks_from[ruled] = self._chosen + 1 + rest
-            self._patience[ruled] = min(2 * self._patience[ruled] + 1, MOST_REST)
+        self._charge(step, began, best is not None, waited)
         return found, best
 
-    def _best_given(self, step: Step, found: Sequence[Proposed], times: Seconds) -> DraftPlan | None:
+    def _charge(self, step: Step, began: float, found: bool, waited: bool = False) -> None:
+        """A look has ended, which costs nothing where the device, which has not `waited`, is at work for longer."""
+        search, seconds = self.searches[step.ruled], time.perf_counter() - began
+        if found:
+            search.patience = 0
+        if self._ahead and not waited and self._blocked[step.ruled] > seconds:
+            return
+        self._looked += seconds
+        if not found:
+            search.put_off(self._chosen, seconds / self._times[step.batch, step.ruled].plain)
+
+    def _best_given(self, step: Step, found: Sequence[Proposed]) -> DraftPlan | None:
         longest = max([len(each.chances) for each in found])
         if not longest:
             return None
+        times = self._times[step.batch, step.ruled]
         other, ranked = self._choice.otherwise(step, times), []
         for plan in self.given_plans:
             if plan.longest <= step.room:
@@ -184,32 +193,38 @@ class Learner(Policy):
                 return option.plan if option.rate > GAIN * other.rate else None
         return None
 
-    def look_up(self, step: Step, sequences: Sequence[Drafted]) -> None:
+    def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
-        if self._looks(step.batch, False):
-            self._look(step, sequences, True)
+        step = Step(runner, len(sequences), room, False)
+        if (step.batch, False) in self._times and self._looks(False):
+            began = time.perf_counter()
+            found = [self.host.proposed(sequence, room - 1, True) for sequence in sequences]
+            self._charge(step, began, any(each.chances for each in found))
 
-    def promises(self, step: Step, sequences: Sequence[Drafted]) -> bool:
+    def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
         behind a round, when something is likely."""
-        asks = self._behind_round
-        may_find = asks or any(each.said is not None and each.said.proposed for each in sequences)
-        if not may_find or not self._looks(step.batch, False, is_fresh=False):
+        step, asks = Step(runner, len(sequences), room, False), self._behind_round
+        if (step.batch, False) not in self._times or not self._looks(False, False):
             return False
-        self._behind_round = False
+        if not asks and not any(each.said is not None and each.said.proposed for each in sequences):
+            return False
         return self._look(step, sequences, asks)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
-        is_time = self._looks(batch, False, is_fresh=False)
-        return is_time and self.waits_for(self._times[batch, False], FIRST_CHANCE, waits)
+        times = self._times.get((batch, False))
+        return times is not None and self._looks(False, False) and self.waits_for(times, FIRST_CHANCE, waits)
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
         given; the rest is given in the step behind it."""
-        if self._choice.current is not None:
-            return True
-        return self._looks(batch, True, later=1) and self.waits_for(self._times[batch, True], self._finds, waits)
+        times = self._times.get((batch, True))
+        if times is None or self._choice.current is not None:
+            return self._choice.current is not None
+        if self._missed:
+            return self.searches[True].affords(is_fresh=False)
+        return self.searches[True].is_due(self._chosen + 1) and self.waits_for(times, self._finds, waits)
 
     def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
         """Whether the device should wait so long for the host where a round comes with this `chance`: a plain step that
@@ -238,10 +253,8 @@ class Learner(Policy):
         times = self._times.get(self._latest)
         self._choice.ended(plan, emitted, ruled)
         if times is None:
-            plain = seconds if plan is None else seconds / self._guess.ratio(plan, batch)
-            like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
-            plans = *self.plans, *self.forced_plans
-            self._times[self._latest], self._blocked[ruled] = Seconds(plans, self._guess, batch, plain, like), blocked
+            self._first_step(plan, seconds)
+            self._blocked[ruled] = blocked
             return
         self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
@@ -251,9 +264,8 @@ class Learner(Policy):
             saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
         if plan is not None and plan.is_given:
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
-        if is_own and self.account.risks:
-            self.account.risks.popleft()
-        self.account.ended(tokens, saved - cost)
+        self.account.ended(tokens, saved - cost, plan is not None)
+        self.searches[ruled].earn(tokens, (0.0 if is_own else saved) - cost)
         times.record(plan, seconds, waited)
 
     def _count_rests(self) -> None:
@@ -263,8 +275,16 @@ class Learner(Policy):
         self._chosen += steps
         self._rounds[PLAIN] += steps
         self._choice.ended(None, (), ruled, steps)
-        self.account.ended(steps, 0.0)
+        self.account.ended(steps, 0.0, False)
+        self.searches[ruled].earn(steps, 0.0)
         self._times[self.rests_as].record(None, seconds / steps, False, steps)
+
+    def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
+        """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
+        (batch, ruled), guess = self._latest, self._guess
+        like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
+        plain = seconds if plan is None else seconds / guess.ratio(plan, batch)
+        self._times[batch, ruled] = Seconds((*self.plans, *self.forced_plans), guess, batch, plain, like)
 
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""

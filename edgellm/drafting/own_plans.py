@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from edgellm.drafting.acceptance import AcceptanceModel
-from edgellm.drafting.drafter import Step
+from edgellm.drafting.drafter import first_fitting
 from edgellm.drafting.ratings import Account, Option
 from edgellm.drafting.seconds import Seconds
 from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.runner import DecodingRunner
 
 #: What is chosen anew must promise so many times the tokens a second of what is in use.
 SWITCHING_GAIN = 1.02
-#: The share of the steps since a plan was used that trying it may lose, and the share of a plain step that a try counts
-#: as losing at least: forecasts of what was not tried may be wrong.
+#: The share of the steps since a plan was used that trying it may lose, and the share of a round that a try counts as
+#: losing at least: forecasts of what was not tried may be wrong.
 TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
 #: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
 FEARED = 5.0
@@ -27,6 +29,20 @@ KEPT, PUT_OFF, MOST_KEPT = 7, 0.25, 128
 #: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
 #: came: rounds of large trees cost most where nothing is known yet.
 SMALL, LARGER = 8, 3
+
+
+class Step(NamedTuple):
+    """What is to be chosen: the next step of a runner's leading slots, under rules or not; none takes more than `room`
+    tokens."""
+
+    runner: DecodingRunner
+    batch: int
+    room: int
+    ruled: bool
+
+    def fits(self, plan: DraftPlan | None) -> bool:
+        """Whether a round of the plan is ready, and there is room for it."""
+        return plan is None or (plan.longest <= self.room and self.runner.is_ready(self.batch, plan, self.ruled))
 
 
 class OwnPlans:
@@ -50,7 +66,7 @@ class OwnPlans:
     def choose(self, step: Step, times: Seconds) -> DraftPlan | None:
         """The plan of the next step: what is in use while it is kept, then what looks best, or a try."""
         if not self._adaptive:
-            self.current = step.first_fitting(self._plans)
+            self.current = first_fitting(self._plans, *step)
             return self.current
         if self.kept > 0 and self._kept_for == (step.batch, step.ruled) and step.fits(self.current):
             self.kept -= 1
@@ -70,7 +86,7 @@ class OwnPlans:
         """What is done without given candidates."""
         if self._adaptive:
             return self._best(self._safe(step, times), step)
-        plan = step.first_fitting(self._plans)
+        plan = first_fitting(self._plans, *step)
         return next(each for each in self._options(step, times) if each.plan is plan)
 
     def ended(self, plan: DraftPlan | None, emitted: Sequence[int], ruled: bool, steps: int = 1) -> None:
@@ -98,28 +114,37 @@ class OwnPlans:
         """All that may be done without given candidates, the fastest first."""
         if self._stale >= REFRESHED:
             self._rated, self._stale = {}, 0
-        key = step.batch, step.ruled
-        if key not in self._rated:
-            self._rated[key] = sorted(self.ratings(*key, times), key=lambda option: -option.rate)
-        return self._rated[key]
+        rated = self._rated.get((step.batch, step.ruled))
+        if rated is None:
+            rated = sorted(self.ratings(step.batch, step.ruled, times), key=lambda option: -option.rate)
+            self._rated[step.batch, step.ruled] = rated
+        return rated
 
     def _safe(self, step: Step, times: Seconds) -> list[Option]:
         """Those that may lose no more than the account affords, plain steps among them, and of trees those of which a
         smaller one has shown that they may grow."""
-        rated, most, largest = self._options(step, times), self._account.affordable, self._largest
+        rated = self._options(step, times)
+        place = next(place for place, option in enumerate(rated) if option.plan is None)
+        least = min([option.risk for option in rated[:place] or rated[1:]], default=0.0)  # of those that pay, if any
+        most, largest = self._account.affordable(least), self._largest
         return [each for each in rated if each.plan is None or (each.risk <= most and each.plan.tree_size <= largest)]
 
     def _best(self, safe: Sequence[Option], step: Step) -> Option:
         """The fastest that fits, or what is in use if it is nearly as fast."""
         best = next(each for each in safe if step.fits(each.plan))
-        in_use = next((each for each in safe if each.plan is self.current and step.fits(each.plan)), best)
-        return in_use if in_use.rate * SWITCHING_GAIN >= best.rate else best
+        in_use = next((each for each in safe if each.plan is self.current), best)
+        stays = in_use is best or (in_use.rate * SWITCHING_GAIN >= best.rate and step.fits(in_use.plan))
+        return in_use if stays else best
 
     def _worth_trying(self, others: Sequence[Option], best: Option, step: Step) -> Option | None:
-        """An option to try against the forecast: the fastest for what it may lose the steps since have paid, where
-        drafting does not pay those since the latest round, else those since the plan was used."""
+        """An option to try against the forecast: the fastest that the steps since have paid for, where drafting does
+        not pay those since the latest round for what it may lose, else those since the plan was used for what it
+        should."""
         for each in others:
-            since = self._undrafted if best.plan is None else self._steps - self._used[each.plan]
-            if max(LEAST_LOSS, each.risk) <= TRIES_SHARE * since and step.fits(each.plan):
+            loss, since = each.risk, self._undrafted
+            if best.plan is not None:
+                loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
+                since = self._steps - self._used[each.plan]
+            if loss <= TRIES_SHARE * since and step.fits(each.plan):
                 return each
         return None

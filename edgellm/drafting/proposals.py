@@ -141,8 +141,9 @@ class HostProposals:
 
     def learn(self) -> None:
         """Learn what came of candidates."""
-        while self._lessons:
-            self.trust.learn(*self._lessons.pop(0))
+        for lesson in self._lessons:
+            self.trust.learn(*lesson)
+        self._lessons.clear()
 
     def proposed(self, sequence: Drafted, most: int, asks: bool) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.

@@ -62,19 +62,59 @@ class Option(NamedTuple):
         return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
 
 
+#: What is known of steps is looked at anew after so many plain ones at the most.
+MOST_REST = 255
+
+
+class Search:
+    """When candidates of the host are looked for: looks, and rounds of what they find, are paid from a budget in plain
+    steps. A look in vain puts the next one off, for longer each time, until it costs no more than `LOOK_SHARE` of the
+    steps between."""
+
+    #: The budget at first and at most; of each token this share is added, and what rounds save. So much may be
+    #: overdrawn to use what was found: a look and a round of it take so long on slow hosts. Settled with
+    #: tools/bench/drafting_workloads.py and host_time.py.
+    FIRST, MOST, SHARE, OVERDRAFT, LOOK_SHARE = 4.0, 14.0, 0.005, 6.0, 0.01
+
+    def __init__(self) -> None:
+        #: The first step before which is looked again, and for how many steps a look in vain puts that off.
+        self.begins, self.patience = 0, 0
+        self._budget = self.FIRST
+
+    def affords(self, is_fresh: bool = True) -> bool:
+        """Whether a look can be paid; where it is not `is_fresh` what was found is used."""
+        return self._budget + (0.0 if is_fresh else self.OVERDRAFT) > 0.0
+
+    def is_due(self, step: int, is_fresh: bool = True) -> bool:
+        """Whether it is time to look before a step; until the budget is there again it is not."""
+        if not self.affords(is_fresh):
+            missing = -self._budget - (0.0 if is_fresh else self.OVERDRAFT)
+            self.begins = step + min(MOST_REST, 1 + int(missing / self.SHARE))
+        return step >= self.begins
+
+    def put_off(self, step: int, cost: float) -> None:
+        """A look in vain before a step took so many plain steps."""
+        self.begins = step + 1 + min(self.patience, int(cost / self.LOOK_SHARE))
+        self.patience = min(2 * self.patience + 1, MOST_REST)
+
+    def earn(self, tokens: float, saved: float) -> None:
+        """Steps gave so many tokens, and saved so many plain steps."""
+        self._budget = min(self.MOST, self._budget + self.SHARE * tokens + saved)
+
+
 class Account:
-    """What drafting, and looking for what to draft, may lose in plain steps: less than a hundredth of any `WINDOW`
-    tokens, and where it has saved time lately a tenth of that, up to `MOST_EARNED`: it is worth more than what the next
-    text may cost. The loss that counts is that since the best place of the latest `WINDOW` tokens.
+    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and where it has saved time
+    lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth more than what the next text may
+    cost. The loss that counts is that since the best place of the latest `WINDOW` tokens.
 
     A text that suits the drafts has hard spells, too. So not all is lost at once: `LATER` is left for tries behind that
     place, more and more of which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late.
-    And no round may lose more than the `CAREFUL`th part of what is left, so that more than one tells of a change.
+    And no round but the cheapest may lose more than one part in `CAREFUL` of what is left, so that several tell of a
+    change.
     """
 
     #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
-    #: The cheapest on a CPU, guessed to lose 2.1, may be tried still.
-    WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.0, 8, 1.6
+    WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
     #: Of what was saved over so many tokens this share may be lost, and at most so many steps. Without it a head that
     #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md).
     EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 10.0
@@ -83,24 +123,37 @@ class Account:
         self._tokens = self._saved = self._earned = 0.0
         #: Places, in tokens, and what was saved up to them: each more than at all later ones.
         self._best: deque[tuple[float, float]] = deque([(0.0, 0.0)])
-        #: What each of a draft model's rounds under way may lose; none is where sequences come.
-        self.risks: deque[float] = deque()
+        #: What each step under way may lose.
+        self._risks: deque[float] = deque()
 
     @property
     def left(self) -> float:
-        """What may be lost, whatever comes of the rounds under way."""
+        """What may be lost, whatever comes of the steps under way."""
         earned = min(self.MOST_EARNED, self.EARNED_SHARE * max(0.0, self._earned))
-        return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self.risks)
+        return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self._risks)
+
+    def affordable(self, cheapest: float) -> float:
+        """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
+        left = self.left - self.LATER * (1.0 - self._passed)
+        return max(min(left, cheapest), left / self.CAREFUL)
 
     @property
-    def affordable(self) -> float:
-        """What a draft model's round that is launched now may lose."""
-        since_best = self._tokens - self._best[0][0]  # up to `WINDOW`
-        for_later = 1.0 - math.log1p(since_best / self.SOON) / math.log1p(self.WINDOW / self.SOON)
-        return (self.left - self.LATER * for_later) / self.CAREFUL
+    def _passed(self) -> float:
+        """How much of what is for later may be spent: 0 at the best place, 1 behind `WINDOW` tokens."""
+        return math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
 
-    def ended(self, tokens: float, saved: float) -> None:
-        """Steps gave each sequence so many tokens, and saved so many plain steps."""
+    def launched(self, risk: float) -> None:
+        """A round was launched that may lose so much."""
+        self._risks.append(risk)
+
+    def forget(self) -> None:
+        """No step is under way."""
+        self._risks.clear()
+
+    def ended(self, tokens: float, saved: float, drafted: bool = True) -> None:
+        """Steps, or one that was `drafted`, gave each sequence so many tokens, and saved so many plain steps."""
+        if drafted and self._risks:
+            self._risks.popleft()
         self._tokens, self._saved = self._tokens + tokens, self._saved + saved
         self._earned = self._earned * math.exp(-tokens / self.EARNED_OVER) + saved
         while self._best and self._best[-1][1] <= self._saved:

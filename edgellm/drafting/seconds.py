@@ -14,8 +14,9 @@ PLAIN = "plain"
 #: adds to it, of the first guess of rounds, as far as all share it, and of a plan's own. Guesses were up to twice or
 #: half of what is measured on an H200, two imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
 LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
-#: How far the load moves from one step to the next, how much steps alike differ, after how many steps a third is left
-#: of what rounds have shown (a plan that looked dear once is not left out for ever), and how many fade it at once.
+#: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
+#: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
+#: They fade after so many steps at once.
 LOAD_DRIFT, NOISE, MEMORY, FADED = 0.05, 0.15, 1500.0, 32
 #: A step that is slower or faster than expected by more than this factor was interrupted, or met cold caches.
 LARGEST_SURPRISE = 2.0
@@ -59,7 +60,8 @@ class Seconds:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
         self._terms: dict[DraftPlan | None, tuple[float, Sequence[int]]] = {None: (1.0, (0,))}
         self._terms |= {plan: (guess.ratio(plan, batch), (1, place)) for place, plan in enumerate(plans, 2)}
-        # Of the terms but the load, those of waiting and of all rounds first: what their variances return to.
+        # Of the terms but the load, those of waiting and of all rounds first; they return to the guess, and their
+        # variances to these.
         self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
         self._logs, self._variances = [0.0] * len(self._first), [*self._first]
         if like is not None:  # what another batch size has shown is the first guess
@@ -85,18 +87,21 @@ class Seconds:
         """Take notice of a finished step, or of several plain ones that took so many seconds on average."""
         is_plain = plan is None and not waited
         expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
-        limit = steps * math.log(LARGEST_SURPRISE)
-        surprise = max(-limit, min(limit, math.log(max(seconds, 1e-9) / expected)))
+        surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
+        learned = 1.0
+        if abs(surprise) > limit:  # the more it is, the less it says; and it may come again: it makes nothing surer
+            surprise, learned = limit**2 / surprise, 0.0
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
         self._unfaded += steps
         if self._unfaded >= FADED and not is_plain:
             kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
             logs[:] = [kept * log for log in logs]
-            variances[:] = [a + kept**2 * (b - a) for a, b in zip(self._first, variances, strict=True)]
+            pairs = zip(variances, self._first, strict=True)
+            variances[:] = [first + kept**2 * (variance - first) for variance, first in pairs]
         gain = 1.0 / (self._variance + sum([variances[place] for place in places]) + NOISE**2 / steps)
         for place in places:
             logs[place] += gain * variances[place] * surprise
-            variances[place] -= gain * variances[place] ** 2
+            variances[place] -= learned * gain * variances[place] ** 2
         self._load += gain * self._variance * surprise
-        self._variance -= gain * self._variance**2
+        self._variance -= learned * gain * self._variance**2

@@ -11,17 +11,16 @@ import pytest
 from drafted_conversations import ask_freely
 
 from edgellm.drafting import learner
-from edgellm.drafting.drafter import Step
 from edgellm.drafting.learner import CAPTURED_TREES, Learner
 from edgellm.drafting.proposals import Said
-from edgellm.drafting.ratings import Account
+from edgellm.drafting.ratings import Search
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.constraints import AllowedTokens
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
 DEEPEST = 16
-MOST_LOST = Account.MOST_LOST  # which the tests change
+FIRST_BUDGET, MOST_BUDGET = Search.FIRST, Search.MOST  # which the tests change
 TEXT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]
 
 
@@ -55,15 +54,12 @@ class Takes:
         return True
 
 
-FREE = Step(Takes(), 1, 100, False)  # type: ignore[arg-type]
-
-
 def choice(
     drafts: Learner, sequences: Sequence[Answer], room: int, most: int = 31, begun: bool = False, waited: bool = False
 ) -> Any:
     """The round of given candidates that is chosen, and their trees; None where there is none."""
     ruled = any(sequence.constraint is not None for sequence in sequences)
-    plan, trees = drafts.choose(Step(Takes(most), len(sequences), room, ruled), sequences, True, begun, waited)
+    plan, trees = drafts.choose(Takes(most), sequences, room, ruled, True, begun, waited)
     return None if trees is None else (plan, trees)
 
 
@@ -73,10 +69,10 @@ def plain_step(drafts: Learner, sequence: Answer, seconds: float, blocked: float
         drafts.rest, drafts.rested_steps = drafts.rest - 1, drafts.rested_steps + 1
         drafts.rested_seconds += seconds
         return
-    plan, _ = drafts.choose(FREE, [sequence], known)
+    plan, _ = drafts.choose(Takes(), [sequence], 100, False, known)
     assert plan is None
     if not known:
-        drafts.look_up(FREE, [sequence])
+        drafts.look_up(Takes(), [sequence], 100)
     drafts.record(None, [1], seconds, blocked=blocked)
 
 
@@ -135,7 +131,7 @@ def test_rounds_are_taken_where_they_pay_and_not_where_they_do_not() -> None:
                 record(drafts, plan, round_seconds, 5)
         record(drafts, None, 0.01, 1)
         assert (choice(drafts, [sequence], 100, most=31) is not None) == taken
-        assert drafts.promises(FREE, [sequence]) == taken
+        assert drafts.promises(Takes(), [sequence], 100) == taken
         report = drafts.report()
         assert (report.chosen == PLAIN) != taken
         assert report.rounds[PLAIN] == 5 * len(drafts.given_plans) + 1
@@ -216,9 +212,8 @@ def test_ended_sequences_get_nothing() -> None:
     assert choice(drafts, [sequence], 100, most=31) is not None
 
 
-def test_what_does_not_come_is_trusted_less_and_what_comes_again_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_come_is_trusted_less_and_what_comes_again_more() -> None:
     """Also where no round is taken: the tokens of plain steps tell."""
-    monkeypatch.setattr(learner, "time", Clock())  # looks in vain put none off
     drafts = drafting()
 
     def asked() -> tuple[Answer, bool]:
@@ -261,7 +256,8 @@ def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(ahead: bool, monk
     drafts.host.index.propose = slow
     sequence = opened(drafts, TEXT)
     record(drafts, None, step, 1)
-    monkeypatch.setattr(Account, "MOST_LOST", MOST_LOST)
+    monkeypatch.setattr(Search, "MOST", MOST_BUDGET)
+    drafts.searches[False]._budget = MOST_BUDGET
     for token in range(2000):
         began = clock.now
         sequence.say([100 + token])
@@ -269,12 +265,13 @@ def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(ahead: bool, monk
         plain_step(drafts, sequence, spent, 0.8 * step, not ahead)
         clock.now = began + spent
     assert len(asked) > 1900 if ahead else len(asked) > 20
-    assert ahead or len(asked) / 5 <= MOST_LOST * (1 + 2000 / Account.WINDOW)
+    assert ahead or len(asked) / 5 <= Search.SHARE * 2000 + MOST_BUDGET
 
 
 def test_rounds_that_lose_are_left_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each of them promises more than it gives."""
-    monkeypatch.setattr(Account, "MOST_LOST", MOST_LOST)
+    monkeypatch.setattr(Search, "FIRST", FIRST_BUDGET)
+    monkeypatch.setattr(Search, "MOST", MOST_BUDGET)
     drafts, taken = drafting(), 0
     record(drafts, None, 0.01, 1)
     for _ in range(400):
@@ -337,6 +334,7 @@ def test_plain_steps_begin_early_where_no_round_is_likely() -> None:
         assert choice(drafts, [free], 100, most=31) is None
     assert not drafts.expects_round(1, 0.0001)
     assert choice(drafts, [forced], 100, most=31, begun=True) is None
+    assert drafts.expects_round(1, 1.0), "what is forced behind the step that began is given in the next one"
     assert choice(drafts, [forced], 100, most=31) is not None
 
 
@@ -366,21 +364,21 @@ def test_what_is_proposed_in_vain_is_asked_for_less_where_that_costs(monkeypatch
     takes = 0.01
     for token in range(160, 1300):
         say(token)
-    assert min(np.diff(asked)[-3:]) == 1 / learner.LOOK_SHARE + 1
+    assert min(np.diff(asked)[-3:]) == 1 / Search.LOOK_SHARE + 1
     takes = 0.0
     sequence = opened(drafts, TEXT)
     sequence.say(TEXT[:12])
-    drafts.looks_from[False] = 0
+    drafts.searches[False].begins = 0
     count = len(asked)
-    drafts.look_up(FREE, [sequence])
-    assert drafts.promises(FREE, [sequence])
+    drafts.look_up(Takes(), [sequence], 100)
+    assert drafts.promises(Takes(), [sequence], 100)
     sequence.say(TEXT[12:13])
-    assert drafts.promises(FREE, [sequence]) and len(asked) == count + 1, "what is left was proposed already"
+    assert drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 1, "what is left was proposed already"
     sequence.say([*TEXT[13:], *TEXT[:1]])
-    drafts.look_up(FREE, [sequence])
+    drafts.look_up(Takes(), [sequence], 100)
     assert len(asked) == count + 2, "less than half of it is left"
     sequence.say([999])
-    assert not drafts.promises(FREE, [sequence]) and len(asked) == count + 2, "and nothing now"
+    assert not drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 2, "and nothing now"
 
 
 def test_nothing_is_asked_while_the_device_waits_but_behind_a_round() -> None:
@@ -389,9 +387,9 @@ def test_nothing_is_asked_while_the_device_waits_but_behind_a_round() -> None:
     sequence, asked, propose = opened(drafts, [*TEXT, *TEXT[:12]]), [], drafts.host.index.propose
     drafts.host.index.propose = lambda *arguments: (asked.append(1), propose(*arguments))[1]
     assert choice(drafts, [sequence], 100, most=31, waited=True) is None and not asked
-    assert not drafts.promises(FREE, [sequence]) and not asked
-    drafts.looks_from[False] = 0
-    drafts.look_up(FREE, [sequence])
+    assert not drafts.promises(Takes(), [sequence], 100) and not asked
+    drafts.searches[False].begins = 0
+    drafts.look_up(Takes(), [sequence], 100)
     sequence.say(TEXT[12:13])
     _, (tree,) = choice(drafts, [sequence], 100, most=31, waited=True)
     assert list(tree.tokens[:3]) == TEXT[13:16] and len(asked) == 1
@@ -421,6 +419,6 @@ def test_where_the_host_is_slower_than_the_device_plain_steps_are_timed_alone(bl
             drafts.rest, drafts.rested_steps, rested = drafts.rest - 1, drafts.rested_steps + 1, rested + 1
             drafts.rested_seconds += 0.001
             continue
-        plan, _ = drafts.choose(FREE._replace(ruled=True), [forced])
+        plan, _ = drafts.choose(Takes(), [forced], 100, True)
         drafts.record(plan, [1 if plan is None else 8], 0.002, True, blocked=blocked)
     assert (10 < rested < 40) == rests and (rested > 0) == rests

@@ -9,7 +9,6 @@ import pytest
 
 from edgellm.drafting.acceptance import AcceptanceModel
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import Step
 from edgellm.drafting.drafters import candidate_plans
 from edgellm.drafting.learner import Learner
 from edgellm.drafting.seconds import PLAIN
@@ -50,7 +49,7 @@ def choices(learner: Learner, steps: int, seconds: Any, tokens: Any, batch: int 
     """How often each plan was taken, by name, where steps take and give what they are told to."""
     taken: dict[str, int] = {}
     for _ in range(steps):
-        plan, _ = learner.choose(Step(RUNNER, batch, 1000, False), [FREE] * batch)
+        plan, _ = learner.choose(RUNNER, [FREE] * batch, 1000, False)
         name = PLAIN if plan is None else plan.name
         taken[name] = taken.get(name, 0) + 1
         learner.record(plan, [tokens(plan)] * batch, seconds(plan, batch))
@@ -84,9 +83,9 @@ def test_steps_shrink_with_the_batch_where_nodes_cost() -> None:
 def test_choices_follow_from_finished_steps_alone() -> None:
     first, second = (Learner(0, True, None, PLANS) for _ in range(2))
     for number in range(400):
-        expected = first.choose(Step(RUNNER, 1, 1000, False), [FREE])
+        expected = first.choose(RUNNER, [FREE], 1000, False)
         second.report()  # which changes nothing
-        assert second.choose(Step(RUNNER, 1, 1000, False), [FREE]) == expected
+        assert second.choose(RUNNER, [FREE], 1000, False) == expected
         for learner in (first, second):
             plan = expected[0]
             learner.record(plan, [1 if plan is None else 1 + number % 4], 0.001 if plan is None else 0.0015)
@@ -98,19 +97,19 @@ def test_plans_that_need_more_room_or_a_capture_are_left_out() -> None:
     choices(learner, 300, lambda plan, _: 0.001 if plan is None else 0.0012, lambda plan: 3 if plan else 1)
     seen = set()
     for room in range(12):
-        plan, _ = learner.choose(Step(RUNNER, 1, room, False), [FREE])
+        plan, _ = learner.choose(RUNNER, [FREE], room, False)
         assert plan is None or plan.longest <= room
         seen.add(plan)
     assert len(seen) > 1
     runner = SimpleNamespace(is_ready=lambda batch, plan, ruled: plan.kind == "chain", takes_given=lambda *_: False)
-    found = {learner.choose(Step(runner, 1, 1000, False), [FREE])[0] for _ in range(200)}
+    found = {learner.choose(runner, [FREE], 1000, False)[0] for _ in range(200)}
     assert all(plan is None or plan.kind == "chain" for plan in found)
 
 
 def test_a_step_that_has_begun_is_a_plain_one() -> None:
     learner = Learner(0, True, None, PLANS)
     choices(learner, 100, lambda plan, _: 0.001 if plan is None else 0.0012, lambda plan: 3 if plan else 1)
-    assert learner.choose(Step(RUNNER, 1, 1000, False), [FREE], begun=True) == (None, None)
+    assert learner.choose(RUNNER, [FREE], 1000, False, begun=True) == (None, None)
     assert learner.expects_round(1, 0.0001), "where rounds pay none begins"
 
 

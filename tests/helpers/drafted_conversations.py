@@ -29,7 +29,8 @@ Cold = Callable[..., Answer]
 
 def ask_freely(patch: pytest.MonkeyPatch) -> None:
     """What was said before is asked however long its index takes on this machine."""
-    patch.setattr(ratings.Account, "MOST_LOST", 1e6)
+    patch.setattr(ratings.Search, "FIRST", 1e6)
+    patch.setattr(ratings.Search, "MOST", 1e6)
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def drafting_freely(
 ) -> Iterator[SpecDecodeRuntime]:
     """A runtime that drafts from whatever was said before, also where it does not pay."""
     patch.setattr(learner, "GAIN", 0.0)
-    patch.setattr(learner, "MOST_REST", 0)
+    patch.setattr(ratings, "MOST_REST", 0)
     ask_freely(patch)
     with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy") as opened:
         yield keeping_near(opened)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from edgellm import LLM, AsyncLLM, Request, RequestError, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import Choice, FixedDrafter, Policy, Step
+from edgellm.drafting.drafter import Choice, FixedDrafter, Policy
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import given, tree
@@ -60,12 +60,12 @@ class GivenTrees(Policy):
         self._another = another or Policy()
 
     def choose(
-        self, step: Step, sequences: Sequence[Any], known: bool = True, begun: bool = False, waited: bool = False
+        self, runner: Any, sequences: Sequence[Any], room: int, ruled: bool, known: bool, begun: bool, waited: bool
     ) -> Choice:
-        other, _ = self._another.choose(step, sequences)
+        other, _ = self._another.choose(runner, sequences, room, ruled)
         is_its_turn = other is not None and self._random.random() < 0.5
-        may_give = known and not begun and self._plan.longest <= step.room
-        if is_its_turn or not may_give or not step.runner.takes_given(step.batch, self._plan):
+        may_give = known and not begun and self._plan.longest <= room
+        if is_its_turn or not may_give or not runner.takes_given(len(sequences), self._plan):
             self.others += other is not None
             return other, None
         self.rounds += 1
@@ -382,9 +382,9 @@ class KnownAnswers(GivenTrees):
         self._expected = expected
 
     def choose(
-        self, step: Step, sequences: Sequence[Any], known: bool = True, begun: bool = False, waited: bool = False
+        self, runner: Any, sequences: Sequence[Any], room: int, ruled: bool, known: bool, begun: bool, waited: bool
     ) -> Choice:
-        chosen = super().choose(step, sequences, known, begun, waited)
+        chosen = super().choose(runner, sequences, room, ruled, known, begun, waited)
         if chosen[1] is None:
             return chosen
         trees = []

@@ -19,7 +19,6 @@ import time
 from types import SimpleNamespace
 
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import Step
 from edgellm.drafting.drafters import candidate_plans
 from edgellm.drafting.learner import Learner
 from edgellm.drafting.seconds import CAPTURED
@@ -37,7 +36,7 @@ FREE = SimpleNamespace(constraint=None, said=None, is_over=False, finished=False
 def microseconds(runner: DecodingRunner, chances: tuple[float, ...], steps: int, plain: float) -> tuple[float, float]:
     """What choosing and recording take on average."""
     learner, rng = Learner(0, True, None, candidate_plans(DraftingConfig(), LIMITS)), random.Random(1)
-    spent, step = [0.0, 0.0], Step(runner, 1, 500, False)
+    spent = [0.0, 0.0]
     for number in range(steps):
         chance = chances[number // 300 % len(chances)]
         if learner.rest > 0:  # the loop takes these steps without it
@@ -45,7 +44,7 @@ def microseconds(runner: DecodingRunner, chances: tuple[float, ...], steps: int,
             learner.rested_seconds += plain * rng.uniform(0.98, 1.02)
             continue
         began = time.thread_time()
-        plan, _ = learner.choose(step, [FREE])  # type: ignore[list-item]
+        plan, _ = learner.choose(runner, [FREE], 500, False)  # type: ignore[list-item]
         chosen = time.thread_time()
         count, seconds = 1, plain * rng.uniform(0.98, 1.02)
         if plan is not None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from edgellm.drafting.config import DraftingConfig, load_choices, named_choices
-from edgellm.drafting.drafter import Step, fitting_plans
+from edgellm.drafting.drafter import first_fitting, fitting_plans
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
@@ -60,14 +60,14 @@ def test_a_tree_of_its_root_alone_is_refused_however_narrow_it_is(size: int) -> 
     ],
 )
 def test_a_plan_is_shortened_to_the_room_there_is(plan: DraftPlan, room: int, steps: int, size: int) -> None:
-    fitting = Step(READY, 1, room, False).first_fitting(fitting_plans(plan))
+    fitting = first_fitting(fitting_plans(plan), READY, 1, room, False)
     assert fitting is not None
     assert (fitting.steps, fitting.tree_size, fitting.longest <= room) == (steps, size, True)
 
 
 def test_no_plan_fits_where_only_one_token_is_left() -> None:
-    assert Step(READY, 1, 1, False).first_fitting(fitting_plans(tree(4, 4, 16))) is None
-    assert Step(READY, 1, 1, False).first_fitting(fitting_plans(chain(2))) is None
+    assert first_fitting(fitting_plans(tree(4, 4, 16)), READY, 1, 1, False) is None
+    assert first_fitting(fitting_plans(chain(2)), READY, 1, 1, False) is None
 
 
 @pytest.mark.parametrize(
