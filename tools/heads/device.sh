@@ -55,6 +55,7 @@ learned() { # what comes back: seven files at most
 }
 train() { python3 -m tools.heads.train_eagle3 "$@" --train-minutes 2.4 --batch-tokens 16384 --steps 5 --draft-vocabulary 16384 ${MORE:-}; }
 export -f built train; export HEAD MORE
+many_tokens=${TOKENS:-128} few_tokens=$((${TOKENS:-128} / 2)) # of an answer
 case $1 in
 train)
   LIMIT=${LIMIT:-575} ENGINES=${ENGINES:-4}
@@ -72,25 +73,25 @@ answer_side_by_side(Path('$W/try'), 'auto', None, set(), [Share(['What is the mo
     --engines "$ENGINES" --gpus $(seq 0 $second) --answer-count ${COUNT:-60000} --answer-minutes ${ANSWERS:-3.6} --minutes ${MINUTES:-6.5} ||
     grep -vE "^seconds|^Loading" $W/logs/train.txt | tail -n 12
   learned; [ -e $W/work/answers.jsonl ] && head -n 30000 $W/work/answers.jsonl | xz -3 -T0 >"$OUT/answers.jsonl.xz"
-  part build 20 built $W/base $W/all && bench quick 60 $first $W/all chain:3,tree:10/4/16 "$PROMPTS/mt_bench.jsonl" 64 ;;
+  part build 20 built $W/base $W/all && bench quick 60 $first $W/all chain:3,tree:10/4/16 "$PROMPTS/mt_bench.jsonl" $few_tokens ;;
 retrain)
   LIMIT=${LIMIT:-575}; answers=$W/work/answers.jsonl; [ -e $answers ] || { answers=$W/answers.jsonl; xz -dc "$FOLDER/answers.jsonl.xz" >$answers; }
   part train 455 train $W/base $HEAD --work $W/work --answers $answers --minutes ${MINUTES:-5}; learned
-  part build 20 built $W/base $W/all && bench quick 80 $first $W/all chain:3,tree:10/4/16 "$PROMPTS/mt_bench.jsonl" 128 ;;
+  part build 20 built $W/base $W/all && bench quick 80 $first $W/all chain:3,tree:10/4/16 "$PROMPTS/mt_bench.jsonl" $many_tokens ;;
 measure) # 20 of the prompts for speeds; what is worth most comes first
   LIMIT=${LIMIT:-280}; awk 'NR % 4 == 1' "$PROMPTS/mt_bench.jsonl" >$W/few.jsonl; many=chain:3,chain:5,tree:10/4/16,tree:10/6/60; two=chain:3,tree:10/4/16
   for model in base:$W/base file:$MODEL; do for draft in as-published int8 int4; do
-    name=${model%%:*}-$draft; part "build-$name" 60 built "${model#*:}" "$W/$name" --draft-weights $draft >/dev/null &
+    name=${model%%:*}-$draft; part "build-$name" 100 built "${model#*:}" "$W/$name" --draft-weights $draft >/dev/null &
   done; done; wait; echo "== built at $(elapsed) s"
   # Tokens a round depend on no time, so these share a GPU; speeds have one alone.
-  bench mt-greedy 110 $first $W/base-as-published $many "$PROMPTS/mt_bench.jsonl" 128 --temperature 0 &
-  bench mt-0.7 110 $second $W/base-as-published $many "$PROMPTS/mt_bench.jsonl" 128 --temperature 0.7 &
-  bench humaneval 110 $first $W/base-as-published $two "$PROMPTS/humaneval.jsonl" 64 --temperature 0 &
-  bench gsm8k 110 $second $W/base-as-published $two "$PROMPTS/gsm8k.jsonl" 64 --temperature 0 &
+  bench mt-greedy 110 $first $W/base-as-published $many "$PROMPTS/mt_bench.jsonl" $many_tokens --temperature 0 &
+  bench mt-0.7 110 $second $W/base-as-published $many "$PROMPTS/mt_bench.jsonl" $many_tokens --temperature 0.7 &
+  bench humaneval 110 $first $W/base-as-published $two "$PROMPTS/humaneval.jsonl" $few_tokens --temperature 0 &
+  bench gsm8k 110 $second $W/base-as-published $two "$PROMPTS/gsm8k.jsonl" $few_tokens --temperature 0 &
   wait; figures
   speeds() { for name in file-int4 base-as-published file-as-published file-int8 base-int4 base-int8; do
     bench "$1-$name" 40 "$2" $W/$name $two $W/few.jsonl "$3" --temperature 0; done; }
-  if [ "$second" = 1 ]; then speeds whole 0 128 & AS="tools/bench/as_device.py orin" speeds orin 1 64; wait
-  else speeds whole 0 128; AS="tools/bench/as_device.py orin" speeds orin 0 64; fi ;;
+  if [ "$second" = 1 ]; then speeds whole 0 $many_tokens & AS="tools/bench/as_device.py orin" speeds orin 1 $few_tokens; wait
+  else speeds whole 0 $many_tokens; AS="tools/bench/as_device.py orin" speeds orin 0 $few_tokens; fi ;;
 esac
 figures; tar cJf "$OUT/small.tar.xz" -C $W json logs; ls -la "$OUT"; echo "== done at $(elapsed) s"
