@@ -67,25 +67,18 @@ extern "C" __global__ void play(float* logits, int* tokens, const int* parents, 
   parents += slot * nodes;
   depths += slot * nodes;
   const int* due = expected + place;
-  if (reach == nullptr) {
-    for (int node = threadIdx.x; node < nodes; node += blockDim.x)
-      if (nodes == 1 || depths[node] >= 0)
-        logits[(long long)node * vocabulary + due[nodes == 1 ? 0 : depths[node]]] = 1e30f;
-    return;
-  }
   __shared__ int deepest;
   if (threadIdx.x == 0) deepest = 0;
   __syncthreads();
-  for (int node = threadIdx.x; node < nodes; node += blockDim.x)
-    if (tokens[node] >= 0 && depths[node] <= reach[place]) atomicMax(&deepest, depths[node] * 1024 + 1023 - node);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  int node = deepest == 0 ? 0 : 1023 - deepest % 1024;
-  logits[(long long)node * vocabulary + due[depths[node]]] = 1e30f;
-  for (; node > 0; node = parents[node]) {
-    tokens[node] = due[depths[node] - 1];
-    logits[(long long)parents[node] * vocabulary + tokens[node]] = 1e30f;
+  for (int node = threadIdx.x; node < nodes; node += blockDim.x) {
+    const int depth = nodes == 1 ? 0 : depths[node];
+    if (depth < 0) continue;
+    logits[(long long)node * vocabulary + due[depth]] = 1e30f;
+    if (reach != nullptr && tokens[node] >= 0 && depth <= reach[place]) atomicMax(&deepest, depth * 1024 + 1023 - node);
   }
+  __syncthreads();
+  if (threadIdx.x != 0 || deepest == 0) return;
+  for (int node = 1023 - deepest % 1024; node > 0; node = parents[node]) tokens[node] = due[depths[node] - 1];
 }
 """
 
@@ -129,10 +122,6 @@ class Player:
         runner.verification.before_acceptance = lambda tree: self._play(
             tree.logits.logits, slice(0, tree.nodes.tokens.shape[0]), tree.nodes, self._reach.get(tree.plan.name)
         )
-        if backend.fixed_shapes:
-            runner.plan_captures(Learner(runner.verification.most_given, True, SuffixIndex(), self.plans).plans)
-            while runner.capture_next():
-                pass
 
     def _play(self, logits: Any, slots: slice, nodes: Any, reach: Any) -> None:
         """Before tokens are chosen of logits [B, V] or, of trees, [B, T, V]."""
@@ -157,16 +146,14 @@ class Player:
             logits[0, due[0]] = 1e30
             return
         tokens, parents, depths = tree
+        known = np.flatnonzero(depths >= 0)
+        logits[known, due[depths[known]]] = 1e30
         if reach is None:
-            known = np.flatnonzero(depths >= 0)
-            logits[known, due[depths[known]]] = 1e30
             return
         reached = [n for n in range(len(tokens)) if tokens[n] >= 0 and depths[n] <= reach[owner, position]]
         node = max(reached, key=lambda each: (depths[each], -each), default=0)
-        logits[node, due[depths[node]]] = 1e30
         while node > 0:
             tokens[node] = due[depths[node] - 1]
-            logits[parents[node], tokens[node]] = 1e30
             node = parents[node]
 
     def play(self, batch: Sequence[Text], drafter: Policy) -> Iterator[tuple[int, float]]:
@@ -240,6 +227,8 @@ def measure(player: Player, workload: Workload, turns: int) -> dict[str, Any]:
     if best is not None:
         ways["fixed"] = lambda: FixedDrafter(best)
     found: dict[str, list[list[list[float]]]] = {name: [] for name in ways}
+    for name in ("plain", "auto"):  # captures steps and rounds: those of fixed plans are captured by now
+        player.seconds(answers, ways[name]())
     for turn in range(turns):
         for name in sorted(ways, reverse=bool(turn % 2)):
             found[name].append(player.seconds(answers, ways[name]()))

@@ -10,7 +10,7 @@ export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false EDGELLM_CACHE_DIR=$W/cach
 export CUDA_DEVICE_MAX_CONNECTIONS=32
 elapsed() { echo $(($(date +%s) - begin)); }
 part() { # part NAME SECONDS COMMAND...: its seconds, of what is left of all; its output in the folder of logs
-  local name=$1 seconds=$2 left=$((LIMIT - $(elapsed))) from; from=$(elapsed); shift 2
+  local name=$1 seconds=$(($2 * ${SLOWER:-1})) left=$((LIMIT - $(elapsed))) from; from=$(elapsed); shift 2
   [ "$left" -lt 8 ] && { echo "== $name: no time left"; return 1; }
   [ "$seconds" -gt "$left" ] && seconds=$left
   timeout -s INT -k 5 "$seconds" bash -c '"$@"' _ "$@" >$W/logs/"$name.txt" 2>&1; local code=$?
