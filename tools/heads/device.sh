@@ -70,7 +70,7 @@ answer_side_by_side(Path('$W/try'), 'auto', None, set(), [Share(['What is the mo
     { ENGINES=1; tail -n 4 $W/logs/try.txt; }
   grep answers: $W/logs/try.txt
   part train 455 train $W/base $HEAD --work $W/work --prompts "$FOLDER/prompts.jsonl.xz" --held-out "$PROMPTS"/*.jsonl --processes $((3 * (second + 1))) \
-    --engines "$ENGINES" --gpus $(seq 0 $second) --answer-count ${COUNT:-60000} --answer-minutes ${ANSWERS:-3.6} --minutes ${MINUTES:-6.5} ||
+    --engines "$ENGINES" --gpus $(seq 0 $second) --answer-count ${COUNT:-45000} --answer-minutes ${ANSWERS:-3.6} --minutes ${MINUTES:-6.5} ||
     grep -vE "^seconds|^Loading" $W/logs/train.txt | tail -n 12
   learned; [ -e $W/work/answers.jsonl ] && head -n 30000 $W/work/answers.jsonl | xz -3 -T0 >"$OUT/answers.jsonl.xz"
   part build 20 built $W/base $W/all && bench quick 60 $first $W/all chain:3,tree:10/4/16 "$PROMPTS/mt_bench.jsonl" $few_tokens ;;
