@@ -98,7 +98,7 @@ class Way:
     def answered(self, asked: Asked) -> Response:
         """One answer."""
         self._remember(asked.earlier)
-        self.llm.call(lambda runtime: self._known.expect(len(asked.prompt), asked.answer)).result()
+        self.llm.call(lambda runtime: self._known.expect([(len(asked.prompt), asked.answer)])).result()
         params = self._params
         if asked.answer is not None:
             params = SamplingParams(max_tokens=len(asked.answer), ignore_eos=True)

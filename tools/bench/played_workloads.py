@@ -4,8 +4,7 @@
                                            [--tokens 1536] [--seconds 100] [--only WORDS] [--output RESULTS.json]
 
 Weights are random, of the shapes of a published model or the shipped one; loop, learner, index and rules' masks are
-the real ones. Before tokens are chosen the logits of the text's next token are raised; of what the draft model proposes
-a path, as long as the text says (see `drafting_workloads`), becomes the text's tokens, so that acceptance takes it.
+the real ones; what is drawn, and how far the draft model's guesses are right, is what the text says (`known_answers`).
 
 Workloads that differ by their device alone are one. Each is decoded by every fixed plan of the draft model once, then
 plainly (with the draft loaded), as the learner chooses, and by the fastest of these plans, in turns. Printed
@@ -33,7 +32,6 @@ from as_device import parse
 from provenance import provenance, report
 from random_checkpoint import SHAPES
 from random_model import WEIGHTS, random_directory, random_runner
-from simulated_acceptance import compiled
 
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
@@ -53,34 +51,10 @@ from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.snapshots.contents import KVContents
 from tools.bench.drafting_simulation import Answering, Forcing, Text
 from tools.bench.drafting_workloads import LEARNED, LIMITS, Workload, texts, windows, workloads
+from tools.bench.known_answers import KnownAnswers
 
 #: Rows of a sequence: the longest prompt, its answer, and a round.
 CAPACITY, CHUNK = 3072, 128
-_THREADS = 64
-_SOURCE = r"""
-extern "C" __global__ void play(float* logits, int* tokens, const int* parents, const int* depths, const int* positions,
-                                const int* owners, const int* expected, const int* reach, int nodes, int vocabulary,
-                                int rows) {
-  const long long slot = blockIdx.x, place = owners[slot] * rows + positions[slot];
-  logits += slot * nodes * vocabulary;
-  tokens += slot * nodes;
-  parents += slot * nodes;
-  depths += slot * nodes;
-  const int* due = expected + place;
-  __shared__ int deepest;
-  if (threadIdx.x == 0) deepest = 0;
-  __syncthreads();
-  for (int node = threadIdx.x; node < nodes; node += blockDim.x) {
-    const int depth = nodes == 1 ? 0 : depths[node];
-    if (depth < 0) continue;
-    logits[(long long)node * vocabulary + due[depth]] = 1e30f;
-    if (reach != nullptr && tokens[node] >= 0 && depth <= reach[place]) atomicMax(&deepest, depth * 1024 + 1023 - node);
-  }
-  __syncthreads();
-  if (threadIdx.x != 0 || deepest == 0) return;
-  for (int node = 1023 - deepest % 1024; node > 0; node = parents[node]) tokens[node] = due[depths[node] - 1];
-}
-"""
 
 
 class PlayedForcing(Forcing):
@@ -95,83 +69,20 @@ class Player:
     """A runner whose sequences say given texts, in whatever way they are decoded."""
 
     def __init__(self, runner: DecodingRunner) -> None:
-        self.runner, backend = runner, runner.backend
-        self._backend, base, slots = backend, runner.base, runner.limits.max_batch
+        self.runner, self._vocabulary = runner, runner.config.vocab_size
         self.plans = candidate_plans(DraftingConfig(), runner.limits)
-        self._rows, self._vocabulary = CAPACITY + 64, runner.config.vocab_size
-        shape = slots, self._rows
-        self._expected, self._owners = backend.zeros(shape, "int32"), backend.zeros((slots,), "int32")
-        self._reach = {plan.name: backend.zeros(shape, "int32") for plan in self.plans}
-        self._contents = [KVContents() for _ in range(slots)]
-        self._function: Any = None
-        if backend.fixed_shapes:
-            self._function = compiled(_SOURCE, b"play.cu", backend.gpu.compute_capability).get_function("play")
-            self._function.prepare("PPPPPPPPiii")
-        select, move = base.sampling.select, runner.move
-
-        def select_played(slots: slice, logits: Any, *others: Any) -> None:
-            self._play(logits, slots, None, None)
-            select(slots, logits, *others)
-
-        def move_owner(source: int, target: int) -> None:
-            move(source, target)
-            self._order[source], self._order[target] = self._order[target], self._order[source]
-            backend.upload(self._owners, np.array(self._order, np.int32))
-
-        base.sampling.select, runner.move = select_played, move_owner  # type: ignore[method-assign]
-        runner.verification.before_acceptance = lambda tree: self._play(
-            tree.logits.logits, slice(0, tree.nodes.tokens.shape[0]), tree.nodes, self._reach.get(tree.plan.name)
-        )
-
-    def _play(self, logits: Any, slots: slice, nodes: Any, reach: Any) -> None:
-        """Before tokens are chosen of logits [B, V] or, of trees, [B, T, V]."""
-        positions, owners = self.runner.base.sequences(slots).positions, self._owners[slots]
-        batch, count = slots.stop - slots.start, 1 if nodes is None else nodes.tokens.shape[1]
-        vocabulary = logits.shape[-1]
-        if self._function is None:
-            for slot in range(batch):
-                tree = None if nodes is None else (nodes.tokens[slot], nodes.parents[slot], nodes.depths[slot])
-                self._play_on_host(logits[slot].reshape(count, vocabulary), owners[slot], positions[slot], tree, reach)
-            return
-        tree = (0, 0, 0) if nodes is None else (nodes.tokens.pointer, nodes.parents.pointer, nodes.depths.pointer)
-        arrays = positions.pointer, owners.pointer, self._expected.pointer, 0 if reach is None else reach.pointer
-        sizes = np.int32(count), np.int32(vocabulary), np.int32(self._rows)
-        given = logits.pointer, *tree, *arrays, *sizes
-        self._function.prepared_async_call((batch, 1), (_THREADS, 1, 1), self._backend.stream, *given)
-
-    def _play_on_host(self, logits: np.ndarray, owner: int, position: int, tree: Any, reach: Any) -> None:
-        """As the kernel does."""
-        due = self._expected[owner, position:]
-        if tree is None:
-            logits[0, due[0]] = 1e30
-            return
-        tokens, parents, depths = tree
-        known = np.flatnonzero(depths >= 0)
-        logits[known, due[depths[known]]] = 1e30
-        if reach is None:
-            return
-        reached = [n for n in range(len(tokens)) if tokens[n] >= 0 and depths[n] <= reach[owner, position]]
-        node = max(reached, key=lambda each: (depths[each], -each), default=0)
-        while node > 0:
-            tokens[node] = due[depths[node] - 1]
-            node = parents[node]
+        self._known = KnownAnswers(runner, [plan.name for plan in self.plans])
+        self._contents = [KVContents() for _ in range(runner.limits.max_batch)]
 
     def play(self, batch: Sequence[Text], drafter: Policy) -> Iterator[tuple[int, float]]:
         """The texts' numbers and the seconds of their tokens, behind the first of each, as they come."""
         ids = [[1 + token % (self._vocabulary - 2) for token in text.answer] for text in batch]
         prompts = [[1 + token % (self._vocabulary - 2) for token in text.prompt] for text in batch]
-        expected = np.ones(self._expected.shape, np.int32)
-        reach = {plan.name: np.zeros(self._expected.shape, np.int32) for plan in self.plans}
-        for number, text in enumerate(batch):
-            begin, end = len(prompts[number]), len(prompts[number]) + len(ids[number])
-            expected[number, begin:end] = ids[number]
-            for plan in self.plans:
-                reach[plan.name][number, begin:end] = [text.reached(place, plan) for place in range(len(text.answer))]
-        self._order = list(range(self.runner.limits.max_batch))
-        for array, values in ((self._expected, expected), (self._owners, np.array(self._order, np.int32))):
-            self._backend.upload(array, values)
-        for name, values in reach.items():
-            self._backend.upload(self._reach[name], values)
+        reached = {
+            plan.name: [[text.reached(place, plan) for place in range(len(text.answer))] for text in batch]
+            for plan in self.plans
+        }
+        self._known.expect([(len(prompt), said) for prompt, said in zip(prompts, ids, strict=True)], reached)
         loop = DecodingLoop(SlotTable(self.runner, self._contents, drafter=drafter))
         answers = [Answering(wanted=len(text.answer)) for text in batch]
         numbers: dict[int, int] = {}
