@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -259,6 +260,27 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+#: What published models' `config.json` say, by their names.
+_TABLE = Path(__file__).parents[2] / "tests" / "goldens" / "published" / "configs.json.xz"
+PUBLISHED: dict[str, dict[str, Any]] = {
+    name: row["config"] for name, row in json.loads(lzma.decompress(_TABLE.read_bytes()))["published"].items()
+}
+#: Mixtures: 32 experts of which 4 work, in float16, and 256 of which 8 do, in all layers; 32 and 4, whose values go
+#: beyond float16.
+SHAPES |= {
+    "lfm2-8b-a1b": PUBLISHED["LFM2-8B-A1B"] | {"dtype": "float16"},
+    "qwen3.5-35b-a3b": PUBLISHED["Qwen3.5-35B-A3B"]["text_config"]
+    | {"architectures": ["Qwen3_5MoeForCausalLM"], "dtype": "float16", "tie_word_embeddings": False},
+    "gpt-oss-20b": PUBLISHED["gpt-oss-20b"] | {"dtype": "bfloat16"},
+}
+
+
+def with_layers(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """A `config.json` of so many layers, the first ones (None: as it is)."""
+    found = config | {"num_hidden_layers": layers or config["num_hidden_layers"]}
+    return found | ({"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {})
+
+
 #: With what its vision encoder needs; the preprocessor's settings beside it.
 QWEN_2_5_VL_3B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -392,9 +414,7 @@ if __name__ == "__main__":
     parser.add_argument("--weights", choices=("float16", "int4"), default="float16", help="int4: groups of 128")
     parser.add_argument("--draft", type=Path, help="where to write an EAGLE-3 head of matching shapes")
     arguments = parser.parse_args()
-    base = SHAPES[arguments.shapes]
-    if arguments.layers is not None:
-        base = base | {"num_hidden_layers": arguments.layers}
+    base = with_layers(SHAPES[arguments.shapes], arguments.layers)
     int4 = WeightFormat("int4", 128, zeros=False, dtype="float16")
     write_checkpoint(arguments.directory, base, packed=int4 if arguments.weights == "int4" else None)
     if arguments.draft is not None:
