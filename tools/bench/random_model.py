@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
-from random_gguf import type_in_mixture
+from random_gguf import MIXTURES, type_in_mixture
 
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.cuda_backend import CudaBackend
@@ -41,7 +41,14 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, device_layout, to_device_layout
-from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat, rounded
+from edgellm.kernels.quantization.packed_weight import (
+    LEVEL_COLUMNS,
+    Levels,
+    PackedWeight,
+    WeightFormat,
+    code_values,
+    rounded,
+)
 from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns, RunsLayout
 
 #: Random values are drawn once and cut anew for each tensor.
@@ -50,7 +57,14 @@ _DRAWN = 1 << 24
 BLOCK_LAYERS = 5
 #: What the layers of a model may be; behind a plus its head, where that is packed; behind a stroke the draft, where it
 #: is not as `edgellm build` makes it, which packs it as the layers are.
-WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4", "int4/float16", "q4_0", "q8_0", "q4_k_m")
+WEIGHTS = (
+    *("float16", "int4", "int4+int8", "int4+int4", "int4/float16", "mxfp4", "mxfp4+int8", "mxfp4+int4"),
+    *("q4_0", "q8_0", "q4_k_m", "mxfp4_moe"),
+)
+#: Of gpt-oss's experts.
+MXFP4 = WeightFormat("fp4", 32, False, "float32", scaling="powers")
+#: Layers of a mixture that choose among experts: they stay dense, as whoever packs leaves them.
+_CHOOSERS = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight")
 
 
 @dataclass(frozen=True)
@@ -208,9 +222,13 @@ def random_packed(backend: Any, layouts: Mapping[str, PackedLayout]) -> dict[str
 def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
     """Evenly distributed codes with scales, and minima, that give them the deviation of dense weights around zero; both
     compute dtypes hold the scales."""
-    random, values = np.random.default_rng(0), np.arange(1 << format.bits)
-    codes, shape = random.integers(0, len(values), (rows, columns)).astype(np.uint8), (rows, format.groups(columns))
+    random, values, shape = np.random.default_rng(0), code_values(format.codes), (rows, format.groups(columns))
+    # Of floats those that are numbers, and no zero with a sign, which nobody stores.
+    known = np.flatnonzero(np.isfinite(values) & ~((values == 0) & np.signbit(values)))
+    codes, values = random.choice(known, (rows, columns)).astype(np.uint8), values[known]
     scale = SCALE / values.std()
+    if format.scaling == "powers":
+        scale = 2.0 ** np.round(np.log2(scale))
     found = rounded(np.array([scale, -values.mean() * scale], np.float32), "bfloat16").astype(np.float16)
     found = found[: 1 + format.minima]
     if format.scaling != "levels":
@@ -222,21 +240,38 @@ def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
     return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None, levels=levels)
 
 
+def packed_layers(config: DecoderConfig, weights: str, dtype: str) -> dict[str, PackedLayout]:
+    """How the weights of layers are packed: symmetric int4 in groups of 128, but for those that choose experts; where
+    `weights` are "mxfp4" experts alone."""
+    specs = [spec for spec in linear_specs(config) if ".layers." in spec.name]
+    if weights == "mxfp4":
+        like = device_layout(even_weight(MXFP4, 8, 256), dtype)
+        return {spec.name: replace(like, rows=spec.shape[0], columns=spec.shape[1]) for spec in specs if spec.experts}
+    format = WeightFormat("int4", 128, False, dtype)
+    return {spec.name: DeviceLayout(format, *spec.shape, dtype == "float16") for spec in specs}
+
+
+def linear_specs(config: DecoderConfig) -> list[WeightSpec]:
+    """The weights of linear layers that may be packed, and of the embedding."""
+    dense = (spec for spec in decoder_weights(config) if spec.dtype == "compute" and len(spec.shape) == 2)
+    matrices = (spec for spec in dense if spec.name.endswith(".weight") and len(spec.parts[0][1]) == 2)
+    return [spec for spec in matrices if not spec.name.endswith(_CHOOSERS)]
+
+
 def gguf_layouts(config: DecoderConfig, mixture: str, dtype: str) -> dict[str, PackedLayout]:
     """How the weights of a GGUF file are packed that is such a mixture; an embedding as the head."""
-    found, layers = dict[str, PackedLayout](), config.num_layers
-    for spec in decoder_weights(config):
-        if len(spec.shape) != 2 or spec.dtype != "compute" or len(spec.parts[0][1]) != 2:
-            continue
+    found, layers, made = dict[str, PackedLayout](), config.num_layers, dict[str, DeviceLayout]()
+    for spec in linear_specs(config):
         layer, runs = int(spec.name.split(".")[2]) if ".layers." in spec.name else -1, list[DeviceLayout]()
         for part, shape in spec.parts:
-            module = "attn_v" if ".v_proj." in part else "ffn_down" if ".down_proj." in part else ""
-            format = BlockLayout(type_in_mixture(mixture, module, layer, layers)).format(dtype)
-            own = replace(device_layout(even_weight(format, 8, 256), dtype), rows=shape[0], columns=shape[1])
-            if runs and runs[-1].format == format:
+            module = "attn_v" if ".v_proj." in part else "ffn_down" if ".down_proj." in spec.name else ""
+            kind = type_in_mixture(mixture, f"{module}_exps" if spec.experts else module, layer, layers)
+            if kind not in made:
+                made[kind] = device_layout(even_weight(BlockLayout(kind).format(dtype), 8, 256), dtype)
+            if runs and runs[-1].format == made[kind].format:
                 runs[-1] = replace(runs[-1], rows=runs[-1].rows + shape[0])
             else:
-                runs.append(own)
+                runs.append(replace(made[kind], rows=shape[0], columns=shape[1]))
         found[spec.name] = runs[0] if len(runs) == 1 else RunsLayout(tuple(runs))
     return found
 
@@ -249,8 +284,8 @@ def random_directory(
     folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16", weights: str = WEIGHTS[0]
 ) -> RandomDirectory:
     """A directory of a base, and where `limits` have one of a draft head; plans are kept in `folder`. `weights`, one of
-    `WEIGHTS`, of "int4": the layers of the base are packed in symmetric groups of 128, its head is dense. Of a GGUF
-    file's all of the base are packed."""
+    `WEIGHTS`, of "int4": the layers of the base are packed in symmetric groups of 128, of "mxfp4" experts alone, and its
+    head is dense. Of a GGUF file's all of the base are packed."""
     base_is, _, draft_is = weights.partition("/")
     layers_are, _, head = base_is.partition("+")
     own = block_draft_of(config, limits.draft_block) if limits.draft_block else draft_of(config)
@@ -263,13 +298,9 @@ def random_directory(
         config = replace(config, feature_layers=draft.config.feature_layers)
     layouts: dict[str, dict[str, PackedLayout]] = {}
     limits = replace(limits, packed=layers_are != "float16")
-    if layers_are not in ("float16", "int4"):
-        layouts["base"] = gguf_layouts(config, layers_are, dtype)
-    if layers_are == "int4":
-        format = WeightFormat("int4", 128, False, dtype)
-        dense = [spec for spec in decoder_weights(config) if spec.dtype == "compute" and ".layers." in spec.name]
-        layers = [spec for spec in dense if len(spec.shape) == 2]
-        layouts["base"] = {spec.name: DeviceLayout(format, *spec.shape, dtype == "float16") for spec in layers}
+    if limits.packed:
+        layouts_of = gguf_layouts if layers_are in MIXTURES else packed_layers
+        layouts["base"] = layouts_of(config, layers_are, dtype)
     if head:
         format = head_format(head, config.hidden_size, dtype)
         assert format is not None
