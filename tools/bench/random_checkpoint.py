@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,7 +27,7 @@ from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, token_table
-from edgellm.engines.quantizer.written_layout import quantization_config
+from edgellm.engines.quantizer.written_layout import StoredTensor, quantization_config, write_tensors
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LAYERS = 16
@@ -374,7 +374,9 @@ def write_checkpoint(
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         vision = read_vision_config(config)
         specs += [*vision_weights(vision), *host_weights(vision)]
-    save_file(random_tensors(specs, seed, packed), directory / "model.safetensors")
+    tensors = random_tensors(specs, seed, packed)
+    stored = {name: StoredTensor(values.dtype.name, values) for name, values in tensors.items()}
+    write_tensors(directory / "model.safetensors", stored)
 
 
 def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat | None = None) -> dict[str, np.ndarray]:
@@ -382,11 +384,12 @@ def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat 
     random = np.random.default_rng(seed)
     # One block of random values, cut anew for each tensor: drawing billions of normals would take minutes.
     block = (random.standard_normal(1 << 24) * 0.02).astype(np.float16)
-    tensors = {}
+    codes, tensors = random.integers(0, 256, 1 << 26, np.uint8), {}
     for spec in specs:
         for name, shape in spec.parts:
             if packed is not None and len(shape) == 2 and ".layers." in name and ".mlp.gate." not in name:
-                tensors |= packed_tensors(name.removesuffix(".weight"), shape, packed, random)
+                start = 4 * int(random.integers(0, (codes.size - math.prod(shape) // 2) // 4))
+                tensors |= packed_tensors(name.removesuffix(".weight"), shape, packed, codes[start:])
                 continue
             size = int(np.prod(shape))
             start = int(random.integers(0, block.size))
@@ -396,11 +399,12 @@ def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat 
 
 
 def packed_tensors(
-    module: str, shape: tuple[int, ...], format: WeightFormat, random: np.random.Generator
+    module: str, shape: tuple[int, int], format: WeightFormat, drawn: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Codes from 0 to 15 with one scale, which gives the layer the deviation of the dense ones."""
+    """Codes from 0 to 15, the first of those `drawn`, with one scale, which gives the layer the deviation of the dense
+    ones."""
     rows, columns = shape
-    words = random.integers(0, 256, rows * columns // 2, np.uint8).view("<i4").reshape(rows, -1)
+    words = drawn[: rows * columns // 2].view("<i4").reshape(rows, -1)
     scales = np.full((rows, format.groups(columns)), 0.02 / np.arange(16).std(), np.float16)
     tensors = {"weight_packed": words, "weight_scale": scales, "weight_shape": np.array(shape, np.int64)}
     return {f"{module}.{ending}": tensor for ending, tensor in tensors.items()}
