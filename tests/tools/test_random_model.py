@@ -113,8 +113,9 @@ def test_a_step_reads_and_writes_recurrent_states_and_reads_the_rows_in_reach() 
     rows = {"KV rows": 6 * 2 * 100 * 8 * 64 * 2}
     assert state_traffic(lfm, limits, "float16", 100) == rows | {"states": 2 * 10 * 2048 * 2 * 4}
     windows = replace(limits, window_rows=limits.rows_for_window(gemma.window))
-    rows = {each: sum(state_traffic(gemma, own, "bfloat16", 30000).values()) for each, own in enumerate((windows, limits))}
-    assert rows == {0: (4 * 30000 + 22 * 512) * 2 * 256 * 2, 1: 26 * 30000 * 2 * 256 * 2}
+    rows = {"KV rows": (4 * 30000 + 22 * 512) * 2 * 256 * 2, "states": 0}
+    assert state_traffic(gemma, windows, "bfloat16", 30000) == rows
+    assert state_traffic(gemma, limits, "bfloat16", 30000) == {"KV rows": 26 * 30000 * 2 * 256 * 2, "states": 0}
 
 
 def test_a_step_reads_packed_layers_as_they_are(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_weights_of_gguf_files_have_their_sizes_and_are_those_of_dense_ones(
 ) -> None:
     from random_checkpoint import SHAPES
     from random_draft import SCALE
-    from random_model import even_weight, gguf_layouts
+    from random_layouts import even_weight, gguf_layouts
 
     config = decoder_config(SHAPES["llama-1b"])
     layouts = gguf_layouts(config, mixture, dtype)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from as_device import one_of, parse
 from device_limits import read_around
 from provenance import provenance
-from random_model import MXFP4, even_weight
+from random_layouts import MXFP4, even_weight
 
 from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice

@@ -91,26 +91,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "attention_bias": False,
     },
-    #: 128 experts of a layer, of which a token goes through 8: 17 GB in int4.
-    "qwen3-30b-a3b": LLAMA_3_2_1B
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "rope_scaling": None,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 151936,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-    },
     "llama-1b": LLAMA_3_2_1B,
     "llama-8b": LLAMA_3_2_1B
     | {
@@ -265,9 +245,10 @@ _TABLE = Path(__file__).parents[2] / "tests" / "goldens" / "published" / "config
 PUBLISHED: dict[str, dict[str, Any]] = {
     name: row["config"] for name, row in json.loads(lzma.decompress(_TABLE.read_bytes()))["published"].items()
 }
-#: Mixtures: 32 experts of which 4 work, in float16, and 256 of which 8 do, in all layers; 32 and 4, whose values go
+#: Mixtures: a token goes through 8 of 128 experts (17 GB in int4), 4 of 32, 8 of 256, and 4 of 32 whose values go
 #: beyond float16.
 SHAPES |= {
+    "qwen3-30b-a3b": PUBLISHED["Qwen3-30B-A3B"] | {"torch_dtype": "float16", "bos_token_id": 0, "eos_token_id": 1},
     "lfm2-8b-a1b": PUBLISHED["LFM2-8B-A1B"] | {"dtype": "float16"},
     "qwen3.5-35b-a3b": PUBLISHED["Qwen3.5-35B-A3B"]["text_config"]
     | {"architectures": ["Qwen3_5MoeForCausalLM"], "dtype": "float16", "tie_word_embeddings": False},

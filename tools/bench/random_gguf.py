@@ -105,7 +105,8 @@ def _tensors(config: DecoderConfig, mixture: str) -> Iterator[tuple[str, str, tu
         for name, shape in _layer(config, layer).items():
             module, _, ending = name.rpartition(".")
             is_linear = ending == "weight" and len(shape) > 1 and module not in ("ffn_gate_inp", "shortconv.conv")
-            yield f"blk.{layer}.{name}", type_in_mixture(mixture, module, layer, layers) if is_linear else "float32", shape
+            kind = type_in_mixture(mixture, module, layer, layers) if is_linear else "float32"
+            yield f"blk.{layer}.{name}", kind, shape
     last = "token_embd_norm" if config.family == "lfm2_moe" else "output_norm"
     yield f"{last}.weight", "float32", (config.hidden_size,)
     if not config.tie_word_embeddings:

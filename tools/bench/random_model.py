@@ -5,7 +5,6 @@ Nothing is written but TensorRT's plans: eight billion weights are there in seco
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +15,14 @@ from typing import Any
 import numpy as np
 from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
-from random_gguf import MIXTURES, type_in_mixture
+from random_gguf import MIXTURES
+from random_layouts import draft_layouts, even_weight, gguf_layouts, packed_layers
 
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.cuda_ranks import CudaRanks
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.numpy_backend import NumpyBackend
-from edgellm.engines.building.draft_weights import chosen_format
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY as SHORTLIST
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
@@ -32,24 +31,16 @@ from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.formats.safetensors_file import TensorInfo
 from edgellm.engines.model.config import DFLASH, DRAFT_HEAD, HEADS, DecoderConfig, DraftBlock, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
-from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
+from edgellm.engines.model.draft_decoder import mtp_draft
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, device_layout, to_device_layout
-from edgellm.kernels.quantization.packed_weight import (
-    LEVEL_COLUMNS,
-    Levels,
-    PackedWeight,
-    WeightFormat,
-    code_values,
-    rounded,
-)
-from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns, RunsLayout
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns
 
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
@@ -61,10 +52,6 @@ WEIGHTS = (
     *("float16", "int4", "int4+int8", "int4+int4", "int4/float16", "mxfp4", "mxfp4+int8", "mxfp4+int4"),
     *("q4_0", "q8_0", "q4_k_m", "mxfp4_moe"),
 )
-#: Of gpt-oss's experts.
-MXFP4 = WeightFormat("fp4", 32, False, "float32", scaling="powers")
-#: Layers of a mixture that choose among experts: they stay dense, as whoever packs leaves them.
-_CHOOSERS = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight")
 
 
 @dataclass(frozen=True)
@@ -219,63 +206,6 @@ def random_packed(backend: Any, layouts: Mapping[str, PackedLayout]) -> dict[str
     return found
 
 
-def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
-    """Evenly distributed codes with scales, and minima, that give them the deviation of dense weights around zero; both
-    compute dtypes hold the scales."""
-    random, values, shape = np.random.default_rng(0), code_values(format.codes), (rows, format.groups(columns))
-    # Of floats those that are numbers, and no zero with a sign, which nobody stores.
-    known = np.flatnonzero(np.isfinite(values) & ~((values == 0) & np.signbit(values)))
-    codes, values = random.choice(known, (rows, columns)).astype(np.uint8), values[known]
-    scale = SCALE / values.std()
-    if format.scaling == "powers":
-        scale = 2.0 ** np.round(np.log2(scale))
-    found = rounded(np.array([scale, -values.mean() * scale], np.float32), "bfloat16").astype(np.float16)
-    found = found[: 1 + format.minima]
-    if format.scaling != "levels":
-        own = [np.full(shape, each, np.float32) for each in found]
-        return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None)
-    factors = np.broadcast_to(found / np.float16(32), (rows, -(-columns // LEVEL_COLUMNS), len(found)))
-    levels = Levels(factors, np.full((*shape, len(found)), 32, np.int8))
-    own = [np.ascontiguousarray(each) for each in np.moveaxis(levels.products(format.group), -1, 0)]
-    return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None, levels=levels)
-
-
-def packed_layers(config: DecoderConfig, weights: str, dtype: str) -> dict[str, PackedLayout]:
-    """How the weights of layers are packed: symmetric int4 in groups of 128, but for those that choose experts; where
-    `weights` are "mxfp4" experts alone."""
-    specs = [spec for spec in linear_specs(config) if ".layers." in spec.name]
-    if weights == "mxfp4":
-        like = device_layout(even_weight(MXFP4, 8, 256), dtype)
-        return {spec.name: replace(like, rows=spec.shape[0], columns=spec.shape[1]) for spec in specs if spec.experts}
-    format = WeightFormat("int4", 128, False, dtype)
-    return {spec.name: DeviceLayout(format, *spec.shape, dtype == "float16") for spec in specs}
-
-
-def linear_specs(config: DecoderConfig) -> list[WeightSpec]:
-    """The weights of linear layers that may be packed, and of the embedding."""
-    dense = (spec for spec in decoder_weights(config) if spec.dtype == "compute" and len(spec.shape) == 2)
-    matrices = (spec for spec in dense if spec.name.endswith(".weight") and len(spec.parts[0][1]) == 2)
-    return [spec for spec in matrices if not spec.name.endswith(_CHOOSERS)]
-
-
-def gguf_layouts(config: DecoderConfig, mixture: str, dtype: str) -> dict[str, PackedLayout]:
-    """How the weights of a GGUF file are packed that is such a mixture; an embedding as the head."""
-    found, layers, made = dict[str, PackedLayout](), config.num_layers, dict[str, DeviceLayout]()
-    for spec in linear_specs(config):
-        layer, runs = int(spec.name.split(".")[2]) if ".layers." in spec.name else -1, list[DeviceLayout]()
-        for part, shape in spec.parts:
-            module = "attn_v" if ".v_proj." in part else "ffn_down" if ".down_proj." in spec.name else ""
-            kind = type_in_mixture(mixture, f"{module}_exps" if spec.experts else module, layer, layers)
-            if kind not in made:
-                made[kind] = device_layout(even_weight(BlockLayout(kind).format(dtype), 8, 256), dtype)
-            if runs and runs[-1].format == made[kind].format:
-                runs[-1] = replace(runs[-1], rows=runs[-1].rows + shape[0])
-            else:
-                runs.append(replace(made[kind], rows=shape[0], columns=shape[1]))
-        found[spec.name] = runs[0] if len(runs) == 1 else RunsLayout(tuple(runs))
-    return found
-
-
 class RandomNumpyBackend(RandomWeights, NumpyBackend):
     """The backend without one."""
 
@@ -284,8 +214,8 @@ def random_directory(
     folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16", weights: str = WEIGHTS[0]
 ) -> RandomDirectory:
     """A directory of a base, and where `limits` have one of a draft head; plans are kept in `folder`. `weights`, one of
-    `WEIGHTS`, of "int4": the layers of the base are packed in symmetric groups of 128, of "mxfp4" experts alone, and its
-    head is dense. Of a GGUF file's all of the base are packed."""
+    `WEIGHTS`, of "int4": the layers of the base are packed in symmetric groups of 128, of "mxfp4" its experts alone,
+    and its head is dense. Of a GGUF file's all of the base are packed."""
     base_is, _, draft_is = weights.partition("/")
     layers_are, _, head = base_is.partition("+")
     own = block_draft_of(config, limits.draft_block) if limits.draft_block else draft_of(config)
@@ -311,15 +241,6 @@ def random_directory(
         layouts["draft"] = draft_layouts(own, layers.runs[0].format, dtype)
     description = hash_bytes(repr((config, limits, dtype, draft, weights)).encode())
     return RandomDirectory(folder, config, dtype, "auto", limits, {}, "", description, draft, layouts=layouts)
-
-
-def draft_layouts(draft: DraftConfig, layers: WeightFormat, dtype: str) -> dict[str, DeviceLayout]:
-    """How a build packs a draft beside a base whose `layers` are packed."""
-    shapes = {spec.name: spec.shape for spec in draft_weights(draft) if len(spec.shape) == 2}
-    format = chosen_format("auto", layers, math.gcd(*(shape[1] for shape in shapes.values())), dtype)
-    assert format is not None
-    small = format.codes == "int4" and dtype == "float16"
-    return {name: DeviceLayout(format, *shape, small) for name, shape in shapes.items()}
 
 
 def draft_of(base: DecoderConfig) -> DraftConfig:
