@@ -2,7 +2,7 @@
 
     python tools/bench/experts_speed.py [--rows 1 4 16 64 512 4000] [--experts 128 --chosen 8 --hidden 2048 --size 768]
                                         [--format int4 fp8 nvfp4 mxfp4 dense] [--sort-from 65] [--tilings]
-                                        [--as orin [--alone]] [--output FILE]
+                                        [--choices even skewed] [--as orin [--alone]] [--output FILE]
 
 Random weights in the shapes of Qwen3-30B-A3B; experts are chosen evenly, and `skewed`: expert of rank r, another one in
 each layer, is as likely as r^-0.8. Milliseconds of a layer, from CUDA graphs of all layers, and of its kernels each by
@@ -237,6 +237,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 512, 4000])
     parser.add_argument("--format", nargs="+", type=one_of(*FORMATS), default=["int4"])
+    parser.add_argument("--choices", nargs="+", choices=("even", "skewed"), default=["even", "skewed"])
     parser.add_argument("--sort-from", type=int, default=MAX_TILED_ROWS + 1, metavar="ROWS")
     parser.add_argument("--tilings", action="store_true")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
@@ -246,10 +247,10 @@ def main() -> None:
     for name in options.format:
         bench = Bench(device, module, options, name)
         for rows in options.rows:
-            for skewed in (False, True):
-                ids = bench.choices(rows, skewed)
+            for choice in options.choices:
+                ids = bench.choices(rows, choice == "skewed")
                 step, distinct = Step(bench, ids), float(np.mean([len(np.unique(each)) for each in ids]))
-                label = f"{name}, {rows} rows{', skewed' if skewed else ''}"
+                label = f"{name}, {rows} rows{', skewed' if choice == 'skewed' else ''}"
                 result[label] = measured(bench, label, step.figures, distinct, ids[0].size)
                 if options.tilings and rows >= options.sort_from:
                     label += ", tilings"

@@ -44,6 +44,8 @@ from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, Packe
 
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
+#: How the names of vectors end that are added to something.
+_ADDED = ("bias", "sinks")
 #: The layers of z-lab's DFlash drafts of Qwen3-4B and 8B.
 BLOCK_LAYERS = 5
 #: What the layers of a model may be; behind a plus its head, where that is packed; behind a stroke the draft, where it
@@ -58,8 +60,9 @@ WEIGHTS = (
 class RandomTensors:
     """Stands for a checkpoint: what a backend with `RandomWeights` fills its buffers with.
 
-    Vectors are ones; matrices are normally distributed, with the standard deviation of their name, or `SCALE`. The
-    `table` [V, P] of tokens' own embeddings is zeros, which take no memory.
+    Vectors are ones, or zeros where they are added, so that each token has experts of its own. Matrices are normally
+    distributed, with the standard deviation of their name, or `SCALE`. The `table` [V, P] of tokens' own embeddings is
+    zeros, which take no memory.
     """
 
     scales: dict[str, float] = field(default_factory=dict)
@@ -117,7 +120,7 @@ class RandomWeights:
             flat, dtype = weights[spec.name].reshape(-1), self.compute_dtype if spec.dtype == "compute" else spec.dtype
             size = int(np.prod(spec.shape))
             if len(spec.shape) == 1:
-                self.upload(flat, _stored(np.ones(size, np.float32), dtype))
+                self.upload(flat, _stored(np.full(size, not spec.name.endswith(_ADDED), np.float32), dtype))
                 continue
             kind, place = (checkpoint.scales.get(spec.name, SCALE), dtype), 0
             random = np.random.default_rng([checkpoint.seed, *spec.name.encode()])
