@@ -79,6 +79,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
         "eos_token_id": 1,
     },
+    "qwen3-32b": LLAMA_3_2_1B
+    | _QWEN3
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    },
     "qwen3-1.7b": LLAMA_3_2_1B
     | _QWEN3
     | {
