@@ -36,8 +36,11 @@ _FACTORS = {"q4_0": (0,), "q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
 MIXTURES = {"q4_0": "q4_0", "q8_0": "q8_0", "q4_k_m": "q4_k", "mxfp4_moe": "q8_0"}
 #: Of factors; of what stays float32 and is no norm; of MXFP4's powers, as their exponents are stored.
 _SCALE, _DEVIATION, _EXPONENT = 1e-4, 0.02, 120
-#: llama.cpp's names of families, where they are others.
-_ARCHITECTURES = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"}
+#: The families that are written, and llama.cpp's names of them.
+_ARCHITECTURES = {
+    **{"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"},
+    **{"gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
+}
 
 
 def finer_layer(layer: int, layers: int) -> bool:
@@ -59,6 +62,8 @@ def type_in_mixture(mixture: str, kind: str, layer: int, layers: int) -> str:
 def write_random_gguf(path: Path, shape: str, layers: int | None = None, mixture: str = "q4_k_m") -> Path:
     """The file of one of `SHAPES` of a family above, with so many layers (None: its own), of `MIXTURES`."""
     config, random = decoder_config(with_layers(SHAPES[shape], layers)), np.random.default_rng(0)
+    if config.family not in _ARCHITECTURES:
+        raise SystemExit(f"{shape} is of the family {config.family}; written are {', '.join(_ARCHITECTURES)}")
     tensors, offset = list(_tensors(config, mixture)), 0
     drawn = {kind: _blocks(kind, random) for kind in dict.fromkeys(kind for _, kind, _ in tensors) if kind != "float32"}
     metadata = _metadata(config)
@@ -147,7 +152,7 @@ def _layer(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
 
 def _metadata(config: DecoderConfig) -> dict[str, Any]:
     mixture, yarn = config.mixture, config.rope_scaling or {}
-    kind, layers = _ARCHITECTURES.get(config.family, config.family), range(config.num_layers)
+    kind, layers = _ARCHITECTURES[config.family], range(config.num_layers)
     keys = [0 if config.layer_kind(layer) == "convolution" else config.num_kv_heads for layer in layers]
     own: dict[str, Any] = {
         "block_count": config.num_layers,
