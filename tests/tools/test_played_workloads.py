@@ -60,7 +60,7 @@ def test_rounds_give_what_the_texts_say(player: Any) -> None:
     texts, rounds = [replace(long, answer=long.answer[:13]), long], []
     for plan in (player.plans[0], player.plans[3]):
         taken = counted(player.runner)
-        _, times = player.seconds([texts], FixedDrafter(plan))  # it ends the process where a text is not said
+        _, times = player.seconds([player.script(texts)], FixedDrafter(plan))  # which checks what is said
         assert len(times) == 39 and times == sorted(times)
         place, expected = 1, 0  # the prompt gives the first token
         while place < 40:
@@ -91,5 +91,5 @@ def test_given_candidates_are_taken_with_rules_and_without(player: Any) -> None:
         text = Text(list(range(5, 25)), [each - 1 for each in said], [0.0] * 60, [1.0] * 60, forced)
         for policy, expected in ((Giving(said), {"round": 15}), (Policy(), {"decode": 59})):
             taken = counted(player.runner)
-            player.seconds([[text]], policy)
+            player.seconds([player.script([text])], policy)
             assert taken == expected

@@ -21,9 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +66,13 @@ class PlayedForcing(Forcing):
         mask.fill(~mask.dtype.type(0))
 
 
+class Script(NamedTuple):
+    """The texts of a batch, and how many guesses of each plan, by name, are right at each place."""
+
+    texts: list[Text]
+    reached: dict[str, list[list[int]]]
+
+
 class Player:
     """A runner whose sequences say given texts, in whatever way they are decoded."""
 
@@ -74,24 +82,32 @@ class Player:
         self._known = KnownAnswers(runner, [plan.name for plan in self.plans])
         self._contents = [KVContents() for _ in range(runner.limits.max_batch)]
 
-    def play(self, batch: Sequence[Text], drafter: Policy) -> Iterator[tuple[int, float]]:
-        """The texts' numbers and the seconds of their tokens, behind the first of each, as they come."""
-        ids = [[1 + token % (self._vocabulary - 2) for token in text.answer] for text in batch]
-        prompts = [[1 + token % (self._vocabulary - 2) for token in text.prompt] for text in batch]
+    def script(self, batch: Sequence[Text]) -> Script:
+        """Texts in the model's tokens."""
+
+        def ids(tokens: Sequence[int]) -> list[int]:
+            return [1 + token % (self._vocabulary - 2) for token in tokens]
+
+        own = [replace(text, prompt=ids(text.prompt), answer=ids(text.answer)) for text in batch]
+        places = [range(len(text.answer)) for text in own]
         reached = {
-            plan.name: [[text.reached(place, plan) for place in range(len(text.answer))] for text in batch]
+            plan.name: [[text.reached(n, plan) for n in each] for text, each in zip(own, places, strict=True)]
             for plan in self.plans
         }
-        self._known.expect([(len(prompt), said) for prompt, said in zip(prompts, ids, strict=True)], reached)
+        return Script(own, reached)
+
+    def play(self, script: Script, drafter: Policy) -> Iterator[tuple[int, float]]:
+        """The texts' numbers and the seconds of their tokens, behind the first of each, as they come. Raises
+        RuntimeError where one was not said as it is."""
+        texts, numbers = script.texts, dict[int, int]()
+        self._known.expect([(len(text.prompt), text.answer) for text in texts], script.reached)
         loop = DecodingLoop(SlotTable(self.runner, self._contents, drafter=drafter))
-        answers = [Answering(wanted=len(text.answer)) for text in batch]
-        numbers: dict[int, int] = {}
-        for number, text in enumerate(batch):
-            asked = prompts[number], SamplingValues(), answers[number]
+        answers = [Answering(wanted=len(text.answer)) for text in texts]
+        for number, text in enumerate(texts):
+            asked = text.prompt, SamplingValues(), answers[number]
             sequence = DecodingSequence(*asked, max_tokens=len(text.answer))  # type: ignore[arg-type]
             if text.forced is not None:
-                played = Text(prompts[number], ids[number], text.head, text.luck, text.forced)
-                sequence.rules = SimpleNamespace(constraint=PlayedForcing(played))  # type: ignore[assignment]
+                sequence.rules = SimpleNamespace(constraint=PlayedForcing(text))  # type: ignore[assignment]
             numbers[id(sequence)] = number
             loop.admit(sequence)
             for _ in loop.settle():
@@ -102,16 +118,15 @@ class Player:
                 if token.sequence.failure is not None:
                     raise token.sequence.failure
                 yield numbers[id(token.sequence)], time.perf_counter() - began
-        for number, answer in enumerate(answers):
-            if answer.token_ids != ids[number]:
-                raise SystemExit(f"text {number} was not said as it is: nothing that was measured counts")
+        if any(answer.token_ids != text.answer for answer, text in zip(answers, texts, strict=True)):
+            raise RuntimeError("a text was not said as it is: nothing that was measured counts")
 
-    def seconds(self, answers: Sequence[Sequence[Text]], drafter: Policy) -> list[list[float]]:
-        """Decode seconds until each token of each sequence, over the answers one after the other."""
-        found: list[list[float]] = [[] for _ in answers[0]]
-        for batch in answers:
+    def seconds(self, scripts: Sequence[Script], drafter: Policy) -> list[list[float]]:
+        """Decode seconds until each token of each sequence, over the scripts one after the other."""
+        found: list[list[float]] = [[] for _ in scripts[0].texts]
+        for script in scripts:
             spent = [each[-1] if each else 0.0 for each in found]
-            for number, now in self.play(batch, drafter):
+            for number, now in self.play(script, drafter):
                 found[number].append(spent[number] + now)
         return found
 
@@ -125,8 +140,8 @@ def learner(workload: Workload, runner: DecodingRunner, plans: Sequence[DraftPla
 
 def measure(player: Player, workload: Workload, turns: int) -> dict[str, Any]:
     """All figures of a workload."""
-    answers, fixed = texts(workload), dict[str, float]()
-    late = min(LEARNED, len(answers) * len(answers[0][0].answer) // 2)
+    answers, fixed = [player.script(batch) for batch in texts(workload)], dict[str, float]()
+    late = min(LEARNED, len(answers) * workload.length // 2)
 
     def total(seconds: Sequence[Sequence[float]], begin: int = 0) -> float:
         return sum(each[-1] - (each[begin - 1] if begin else 0.0) for each in seconds)
@@ -202,7 +217,10 @@ def main() -> None:
             player = Player(runner)
             for workload in chosen:
                 if workload.batch == batch and time.perf_counter() - began <= arguments.seconds:
-                    played[name_of(workload)] = figures = measure(player, workload, arguments.turns)
+                    try:
+                        figures = played[name_of(workload)] = measure(player, workload, arguments.turns)
+                    except RuntimeError as error:  # the others count
+                        figures = {"failed": error}
                     print(name_of(workload), *(f"{key} {value}" for key, value in figures.items()), flush=True)
     held = sum(each["worst_window"] >= 0.99 - (1.0 - each["plain_worst_window"]) for each in played.values())
     paid = [each for each in played.values() if each.get("best_over_plain", 1.0) > 1.1]
