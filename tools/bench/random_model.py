@@ -96,10 +96,11 @@ class RandomDirectory(EngineDirectory):
 
 
 class RandomDraft(EngineDraft):
-    """A draft head without files. Its head's weights are larger: see `random_draft`."""
+    """A draft head without files. Its head's weights are larger: see `random_draft`; the more so in narrow models."""
 
     def checkpoint(self) -> Any:
-        return RandomTensors({DRAFT_HEAD: HEAD_SCALE}, seed=1)
+        narrow = max(1.0, 2048 / self.config.decoder.hidden_size)
+        return RandomTensors({DRAFT_HEAD: HEAD_SCALE * narrow**0.5}, seed=1)
 
 
 class RandomWeights:
