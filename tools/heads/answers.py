@@ -66,15 +66,16 @@ def build_engines(base: Path, engines: Path, asking: Asking) -> None:
 
 
 def answer_side_by_side(engines: Path, backend: str, gpu: str | None, held_out: set, shares: Sequence[Share]) -> None:
-    """In a process of its own, before it looks for a GPU: an engine for each of the `shares`. All are open, and have
-    captured their steps, before one of them answers: nothing else may use the GPU's memory while a step is captured."""
+    """In a process of its own, before it looks for a GPU: an engine for each of the `shares`. Each has captured its
+    steps before the next is opened, and all before one answers: copies that others wait for would spoil a capture."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     began = time.perf_counter()
     with ExitStack() as stack, ThreadPoolExecutor(len(shares)) as pool:
-        opened = [stack.enter_context(LLM(engines, backend=backend, drafting=None)) for _ in shares]
-        for llm in opened:
-            llm.call(lambda runtime: runtime.capture_decoding_cuda_graph()).result()
+        opened = []
+        for _ in shares:
+            opened.append(stack.enter_context(LLM(engines, backend=backend, drafting=None)))
+            opened[-1].call(lambda runtime: runtime.capture_decoding_cuda_graph()).result()
         print(f"{len(opened)} engines opened in {time.perf_counter() - began:.1f} s", flush=True)
         for each in [pool.submit(write_answers, *given, held_out) for given in zip(opened, shares, strict=True)]:
             each.result()
