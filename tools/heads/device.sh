@@ -53,12 +53,12 @@ learned() { # what comes back: seven files at most
   split -b 15000000 -d -a 2 $HEAD/model.safetensors "$OUT/head.safetensors." && cp $HEAD/config.json $HEAD/training.json $W/logs/
   grep -E "answers|engines|draft_vocab|held-out" $W/logs/train.txt; grep "^seconds" $W/logs/train.txt | awk 'NR % 4 == 1' | tail -n 12
 }
-train() { python3 -m tools.heads.train_eagle3 "$@" --train-minutes 2.4 --batch-tokens 16384 --steps 5 --draft-vocabulary 16384 ${MORE:-}; }
+train() { python3 -m tools.heads.train_eagle3 "$@" --train-minutes 1.6 --batch-tokens 16384 --steps 5 --draft-vocabulary 16384 ${MORE:-}; }
 export -f built train; export HEAD MORE
 many_tokens=${TOKENS:-128} few_tokens=$((${TOKENS:-128} / 2)) # of an answer
 case $1 in
 train)
-  LIMIT=${LIMIT:-575} ENGINES=${ENGINES:-4}
+  LIMIT=${LIMIT:-585} ENGINES=${ENGINES:-4}
   # All kernels are compiled here, and engines that do not answer side by side here do not either later.
   part try 60 python3 -c "
 from pathlib import Path
@@ -69,14 +69,14 @@ build_engines(Path('$W/base'), Path('$W/try'), asking)
 answer_side_by_side(Path('$W/try'), 'auto', None, set(), [Share(['What is the moon?'] * 512, asking, Path(f'$W/try-{n}.jsonl')) for n in range($ENGINES)])" ||
     { ENGINES=1; tail -n 4 $W/logs/try.txt; }
   grep answers: $W/logs/try.txt
-  part train 455 train $W/base $HEAD --work $W/work --prompts "$FOLDER/prompts.jsonl.xz" --held-out "$PROMPTS"/*.jsonl --processes $((3 * (second + 1))) \
+  part train 480 train $W/base $HEAD --work $W/work --prompts "$FOLDER/prompts.jsonl.xz" --held-out "$PROMPTS"/*.jsonl --processes $((3 * (second + 1))) \
     --engines "$ENGINES" --gpus $(seq 0 $second) --answer-count ${COUNT:-45000} --answer-minutes ${ANSWERS:-3.6} --minutes ${MINUTES:-6.5} ||
     grep -vE "^seconds|^Loading" $W/logs/train.txt | tail -n 12
   learned; [ -e $W/work/answers.jsonl ] && head -n 30000 $W/work/answers.jsonl | xz -3 -T0 >"$OUT/answers.jsonl.xz"
   part build 20 built $W/base $W/all && bench quick 60 $first $W/all chain:3,tree:10/4/16 "$PROMPTS/mt_bench.jsonl" $few_tokens ;;
 retrain)
-  LIMIT=${LIMIT:-575}; answers=$W/work/answers.jsonl; [ -e $answers ] || { answers=$W/answers.jsonl; xz -dc "$FOLDER/answers.jsonl.xz" >$answers; }
-  part train 455 train $W/base $HEAD --work $W/work --answers $answers --minutes ${MINUTES:-5}; learned
+  LIMIT=${LIMIT:-585}; answers=$W/work/answers.jsonl; [ -e $answers ] || { answers=$W/answers.jsonl; xz -dc "$FOLDER/answers.jsonl.xz" >$answers; }
+  part train 480 train $W/base $HEAD --work $W/work --answers $answers --minutes ${MINUTES:-5}; learned
   part build 20 built $W/base $W/all && bench quick 80 $first $W/all chain:3,tree:10/4/16 "$PROMPTS/mt_bench.jsonl" $many_tokens ;;
 measure) # 20 of the prompts for speeds; what is worth most comes first
   LIMIT=${LIMIT:-280}; awk 'NR % 4 == 1' "$PROMPTS/mt_bench.jsonl" >$W/few.jsonl; many=chain:3,chain:5,tree:10/4/16,tree:10/6/60; two=chain:3,tree:10/4/16
