@@ -38,8 +38,8 @@ _GEMMA4: Mapping[str, Any] = {
 _HIGHEST, _LINEAR, _LINEAR_MELS, _STEP = 8000.0, 1000.0, 15.0, np.log(6.4) / 27
 #: What is quieter than the loudest by more than so much, in powers of ten, counts as that.
 _RANGE = 8.0
-#: Frames of a block at most; how many blocks are kept, since those of the silence behind a sound are all alike.
-_BLOCK, _KEPT_BLOCKS = 200, 4
+#: Frames of a block and of a part at most; how many blocks are kept, as those of silence behind a sound are all alike.
+_BLOCK, _PART, _KEPT_BLOCKS = 200, 100, 4
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MelConfig:
     bins: int
     step: int = 1
     frame: int = 0
-    part: int = 200
+    part: int = _PART
 
     @property
     def size(self) -> int:
@@ -144,7 +144,7 @@ def _gemma4(file: Path, values: Mapping[str, Any], config: AudioConfig) -> MelCo
 
 def _part_frames(config: AudioConfig) -> int:
     """Frames of a part: windows are whole parts, but for the last."""
-    return next(size for size in range(min(_BLOCK, config.window_frames), 0, -1) if not config.window_frames % size)
+    return next(size for size in range(min(_PART, config.window_frames), 0, -1) if not config.window_frames % size)
 
 
 class GrowingSound:
@@ -266,7 +266,9 @@ def _in_bands(values: np.ndarray, mel: MelConfig) -> np.ndarray:
     """`mel_filters` times `values` [n, transform / 2 + 1] of n frames: [bins, n]. Of the few frequencies that a band
     has alone: matrices so small keep BLAS's threads waiting for each other, tens of times as long on busy cores."""
     starts, places, weights = _triangles(mel)
-    return np.add.reduceat(values.T[places] * weights[:, None], starts, axis=0)
+    weighed = np.ascontiguousarray(values.T)[places]
+    weighed *= weights[:, None]  # in place: new memory takes several times as long
+    return np.add.reduceat(weighed, starts, axis=0)
 
 
 @lru_cache(maxsize=4)
