@@ -8,7 +8,7 @@ import numpy as np
 
 from edgellm.errors import is_whole, require
 from edgellm.llm import LLM
-from edgellm.multimodal.log_mel import GrowingSound
+from edgellm.multimodal.log_mel import Sound
 from edgellm.requests import Request
 from edgellm.transcription import LANGUAGES, Transcription, language_name, transcription_of, transcription_request
 
@@ -38,7 +38,7 @@ class SpeechStream:
         self._family = llm.directory.config.family
         #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.
         self._asked = self._language = language_name(language)
-        self._sound, self._said, self._tokens = GrowingSound(rate), "", 0
+        self._sound, self._said, self._tokens = Sound(rate), "", 0
         # The first request need not wait for what it shares with all, as the chat template's compilation.
         llm._runtime.count_tokens(self._request(self._sound.followed_by(np.zeros(1)), self._asked, ""))
 
@@ -68,13 +68,11 @@ class SpeechStream:
         """What was said, written anew as a whole."""
         return self._transcribed(self._sound, self._asked, "", self._tokens)
 
-    def _transcribed(
-        self, sound: GrowingSound, language: str | None, said: str, known_tokens: int = 0
-    ) -> Transcription:
+    def _transcribed(self, sound: Sound, language: str | None, said: str, known_tokens: int = 0) -> Transcription:
         with self._llm.submit(self._request(sound, language, said, known_tokens)) as generation:
             return transcription_of(generation.result(), language, said)
 
-    def _request(self, sound: GrowingSound, language: str | None, said: str, known_tokens: int = 0) -> Request:
+    def _request(self, sound: Sound, language: str | None, said: str, known_tokens: int = 0) -> Request:
         options = dict(self._options)
         if known_tokens and options.get("max_tokens") is not None:
             options["max_tokens"] += known_tokens

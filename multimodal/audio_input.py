@@ -28,12 +28,6 @@ _EXTENSIBLE = 0xFFFE
 _ZEROS, _CUTOFF, _BETA, _PHASES = 32, 0.945, 9.0, 256
 
 
-def read_audio(source: AudioSource, rate: int, most_seconds: float) -> np.ndarray:
-    """The sound of a source as float32 samples [N] from -1 to 1 at `rate` Hz (see `heard`)."""
-    samples, own = heard(source, most_seconds)
-    return resampled(samples, own, rate)
-
-
 def heard(source: AudioSource, most_seconds: float = math.inf) -> tuple[np.ndarray, int]:
     """The sound of a source as float32 samples [N] from -1 to 1, channels averaged, and their rate in Hz.
 

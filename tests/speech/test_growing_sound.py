@@ -17,8 +17,7 @@ from edgellm.engines.families.audio_encoders import read_audio
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.errors import AudioError, ContextError
 from edgellm.multimodal import log_mel
-from edgellm.multimodal.audio_input import resampled
-from edgellm.multimodal.log_mel import GrowingSound, MelConfig, prepare_audio, read_mel_config
+from edgellm.multimodal.log_mel import MelConfig, Sound, read_mel_config
 
 SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
 
@@ -35,10 +34,10 @@ def test_a_growing_sound_has_the_features_of_the_whole(name: str, rate: int) -> 
     """To the bit, whatever the pieces are; a failure of one changes nothing."""
     (mel, config), samples = configs(name), sound(4.7, rate)
     samples[2 * rate : 3 * rate] = 0
-    growing, place, sizes = GrowingSound(rate), 0, [1, 2, 399, 0, 1601, 7999, *[rate // 2] * 20]
+    growing, place, sizes = Sound(rate), 0, [1, 2, 399, 0, 1601, 7999, *[rate // 2] * 20]
     for size in sizes:
         growing, place = growing.followed_by(samples[place : place + size]), min(place + size, len(samples))
-        found, whole = growing.prepared(mel, config), prepare_audio(resampled(samples[:place], rate, RATE), mel, config)
+        found, whole = growing.prepared(mel, config), Sound(rate, samples[:place]).prepared(mel, config)
         assert (found.digests, found.frames, found.tokens) == (whole.digests, whole.frames, whole.tokens), size
         if found.frames:
             np.testing.assert_array_equal(found.features(0, len(found.frames)), whole.features(0, len(whole.frames)))
@@ -57,7 +56,7 @@ def test_what_is_new_alone_is_measured_and_held(rate: int, monkeypatch: pytest.M
         return own(samples, mel)
 
     monkeypatch.setattr(log_mel, "_measured", counting)
-    (mel, config), growing = configs("qwen3_asr"), GrowingSound(rate)
+    (mel, config), growing = configs("qwen3_asr"), Sound(rate)
     second = np.random.default_rng(1).standard_normal(rate).astype(np.float32)
     for _ in range(40):
         measured.clear()
