@@ -31,8 +31,8 @@ class SpeechStream:
         unfixed: int = 5,
         **options: Any,
     ) -> None:
-        """Samples have `rate` Hz; the others are those of `transcription_request`, of which `max_tokens` bounds what a
-        call writes, and `finish` beyond what is known. Raises RequestError, AudioError for a wrong rate."""
+        """Samples have `rate` Hz; the others are those of `transcription_request`, `max_tokens` the most new ones of a
+        call. Raises RequestError, AudioError for a wrong rate."""
         require(is_whole(unfixed, 0), "unfixed", unfixed, "a whole number of tokens")
         self._llm, self._prompt, self._unfixed, self._options = llm, prompt, unfixed, options
         self._family = llm.directory.config.family
@@ -66,14 +66,14 @@ class SpeechStream:
 
     def finish(self) -> Transcription:
         """What was said, written anew as a whole."""
-        return self._transcribed(self._sound, self._asked, "", self._tokens)
+        return self._transcribed(self._sound, self._asked, "")
 
-    def _transcribed(self, sound: Sound, language: str | None, said: str, known_tokens: int = 0) -> Transcription:
-        with self._llm.submit(self._request(sound, language, said, known_tokens)) as generation:
+    def _transcribed(self, sound: Sound, language: str | None, said: str) -> Transcription:
+        with self._llm.submit(self._request(sound, language, said)) as generation:
             return transcription_of(generation.result(), language, said)
 
-    def _request(self, sound: Sound, language: str | None, said: str, known_tokens: int = 0) -> Request:
-        options = dict(self._options)
-        if known_tokens and options.get("max_tokens") is not None:
-            options["max_tokens"] += known_tokens
+    def _request(self, sound: Sound, language: str | None, said: str) -> Request:
+        options = self._options
+        if self._tokens and not said and options.get("max_tokens") is not None:  # what is known is written anew
+            options = options | {"max_tokens": options["max_tokens"] + self._tokens}
         return transcription_request(self._family, sound, language, self._prompt, said, **options)

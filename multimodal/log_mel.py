@@ -63,10 +63,6 @@ class MelConfig:
         """Samples of a frame."""
         return self.frame or self.transform
 
-    def filled(self, samples: int) -> int:
-        """How many so many samples are with the silence behind them."""
-        return -(-max(samples, self.least) // self.step) * self.step
-
 
 class _Part(NamedTuple):
     """Some frames of a sound: logarithms [bins, n] float32 of its bands, the largest of them where features are
@@ -201,7 +197,7 @@ def _parts(samples: np.ndarray, skipped: int, first: int, mel: MelConfig) -> tup
     """Those of the frames of a sound from the `first` on, the beginning of a part. The `samples` [N] are the sound's
     last ones, behind those that are `skipped`, which these frames do not need; at its ends it is mirrored (Gemma 4's:
     silence is before it), and the last frame of those that it has is left out, as published."""
-    back, length = mel.size // 2, mel.filled(skipped + len(samples))
+    back, length = mel.size // 2, -(-max(skipped + len(samples), mel.least) // mel.step) * mel.step
     padded = np.concatenate((samples, np.zeros(length - skipped - len(samples), np.float32)), dtype=np.float32)
     before = np.zeros(back, np.float32) if mel.frame else padded[back:0:-1]
     behind = _NOTHING if mel.frame else padded[-2 : -back - 2 : -1]

@@ -85,21 +85,18 @@ def _follow(llm: LLM, given: TranscribeOptions, every: float, asked: dict[str, A
         about = {"text": found.text, "language": found.language, "seconds": before + stream.seconds, "final": is_final}
         print(json.dumps(about) if given.json_output else found.text, flush=True)
 
-    before, is_final = 0.0, False
-    while not is_final:
+    size, before, data = 2 * max(1, round(every * given.rate)), 0.0, b"\0\0"
+    while len(data) > 1:
         stream, left, taken = SpeechStream(llm, given.rate, given.language, **asked), llm.context_length, 0
-        while left >= 2 * taken and not is_final:  # there is room for as much as came last, and what is said in it
-            data = sys.stdin.buffer.read(2 * max(1, round(every * given.rate)))
-            samples, is_final = np.frombuffer(data[: len(data) // 2 * 2], "<i2"), len(data) < 2
-            if not before + stream.seconds and (is_final or data[:4] == b"RIFF"):
-                raise AudioError(
-                    "standard input is empty or a WAV file: --every takes raw samples, as of arecord -t raw"
-                )
-            if not is_final:
-                found = stream.hear(samples)
-                say(found, False)
-                now = found.response.usage.context_left
-                left, taken = now, left - now
+        # As long as there is room for as much as came last, and what is said in it.
+        while left >= 2 * taken and len(data := sys.stdin.buffer.read(size)) > 1:
+            if data[:4] == b"RIFF" and not before + stream.seconds:
+                break
+            found = stream.hear(np.frombuffer(data[: len(data) // 2 * 2], "<i2"))
+            say(found, False)
+            left, taken = found.response.usage.context_left, left - found.response.usage.context_left
         if stream.seconds:
             say(stream.finish(), True)
+        elif not before:
+            raise AudioError("standard input is empty or a WAV file: --every takes raw samples, as of arecord -t raw")
         before += stream.seconds
