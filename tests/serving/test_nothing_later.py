@@ -114,7 +114,7 @@ def test_gpus_that_share_a_model_make_nothing_later(
         assert [set(each.module.sources) for each in (backend, *backend.others)] == before
 
 
-@pytest.mark.parametrize("name", ["qwen3_asr", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_asr", "gemma4", "voxtral", "qwen2_audio"])
 def test_nothing_is_made_for_a_sound_after_opening(
     name: str, on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
