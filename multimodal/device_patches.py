@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backends.base import Backend, uploaded
+from edgellm.engines.backends.base import Backend, Transfer, uploaded
 from edgellm.engines.errors import ImageError
 from edgellm.engines.formats.tensors import convert
 from edgellm.engines.recently_used import RecentlyUsed
@@ -23,6 +23,8 @@ from edgellm.multimodal.prepared_image import PreparedImage
 
 #: So many image sizes keep their tables on the device: a camera has one.
 _KEPT_TABLES = 4
+#: Images that may be on their way to the device at once.
+_STAGED = 2
 
 _Key = tuple[image_layout.Size, image_layout.ImageLayout]
 
@@ -49,6 +51,8 @@ class DevicePatches:
         self._tables: RecentlyUsed[_Key, _Tables | None] = RecentlyUsed(_KEPT_TABLES)
         self._latest: deque[_Key] = deque(maxlen=_KEPT_TABLES)
         self._buffers: dict[str, Array] = {}
+        #: Host memory that images are copied from, the next one's first, each with its latest copy.
+        self._staged: deque[tuple[np.ndarray, Transfer]] = deque()
 
     def write(self, image: PreparedImage, target: Array) -> None:
         """Set `target` [N, E] compute to the image's rows, in order with the backend's other work.
@@ -71,7 +75,7 @@ class DevicePatches:
         pixels = self._room("pixels", (*image.size, 3))
         between = self._room("between", (*tables.between, 3))
         for place, frame in enumerate(image.pixels.reshape(-1, *pixels.shape)):
-            self._backend.upload(pixels, frame)
+            self._upload(pixels, frame)
             kernels.resample(pixels, tables.first, between)
             grid = PatchGrid(layout.patch_size, layout.merge_size, place)
             kernels.resample_to_patches(between, tables.second, tables.values, grid, target)
@@ -80,6 +84,20 @@ class DevicePatches:
         """Let go of all memory."""
         self._tables.clear()
         self._buffers.clear()
+        self._staged.clear()
+
+    def _upload(self, pixels: Array, frame: np.ndarray) -> None:
+        """Set `pixels` [H, W, 3] from a frame. From memory that is not pinned the host might wait for what runs."""
+        memory = np.empty(0, np.uint8)
+        if len(self._staged) == _STAGED:
+            memory, latest = self._staged.popleft()
+            latest.wait()
+        if memory.size < frame.size:
+            memory = self._backend.host_memory(frame.size)
+        values = memory[: frame.size].reshape(1, len(frame), -1)
+        values[:] = frame.reshape(values.shape)
+        copying = self._backend.upload_rows(pixels.reshape(*values.shape), values, len(frame))
+        self._staged.append((memory, copying))
 
     def _room(self, name: str, shape: tuple[int, ...]) -> Array:
         """The memory of a name, uint8, which grows with the images."""

@@ -77,18 +77,10 @@ def test_no_images(runner: VisionEngineRunner) -> None:
 def test_an_image_takes_the_smallest_engine_that_holds_it(
     directory: EngineDirectory, images: list[GoldenImage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = FixedShapeBackend(directory)
+    runner = open_vision(FixedShapeBackend(directory), directory)
     ran: list[EngineShape] = []
-    load = backend.load_engine
-
-    def noting(shape: EngineShape):
-        engine = load(shape)
-        enqueue = engine.enqueue
-        engine.enqueue = lambda: (ran.append(shape), enqueue())[1]
-        return engine
-
-    monkeypatch.setattr(backend, "load_engine", noting)
-    runner = open_vision(backend, directory)
+    run = runner._steps.run
+    monkeypatch.setattr(runner._steps, "run", lambda shape, stages: (ran.append(shape), run(shape, stages)))
     assert directory.limits.image_rows == (64, 256)
     runner.encode(images)
     # 3 x 5 tokens take 2 x 3 windows of 16 patches, 1 x 1 one window, 7 x 3 tokens 4 x 2 windows, 2 x 2 one.
