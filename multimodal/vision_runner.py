@@ -41,6 +41,8 @@ from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
 _KEPT_IMAGES, _MOST_CACHE_BYTES, _MOST_VIDEO_BYTES = 64, 64 << 20, 256 << 20
 #: How many grids' inputs are kept on the device: a camera has one.
 _KEPT_GRIDS = 4
+#: Of so many images the memory of embeddings is kept to be written anew.
+_SPARE = 2
 
 
 @dataclass
@@ -62,7 +64,7 @@ class _Lent:
     """Keeps memory until nobody reads what is in it, then gives it back to be written anew: to free a GPU's memory
     waits for all of its work."""
 
-    def __init__(self, memory: DeviceArray, spare: deque[Array]) -> None:
+    def __init__(self, memory: DeviceArray, spare: deque[DeviceArray]) -> None:
         self._memory, self._spare = memory, spare
 
     def __del__(self) -> None:
@@ -101,8 +103,8 @@ class VisionEngineRunner:
         #: The grid's inputs that engines find in their memory; when images began and ended whose seconds count later.
         self._present: dict[str, Array] = {}
         self._timed: list[tuple[Timestamp, Timestamp]] = []
-        #: Memory of an image's embeddings that nobody reads any more.
-        self._spare: deque[Array] = deque(maxlen=1)
+        #: Memory of images' embeddings that nobody reads any more.
+        self._spare: deque[DeviceArray] = deque(maxlen=_SPARE)
         self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes, video_tokens)
         #: Embeddings by the digests of their content.
         self.cache: RecentlyUsed[str, MediaEmbeddings]
@@ -237,9 +239,10 @@ class VisionEngineRunner:
         """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
         names, hidden = vision_outputs(self.config), self.config.out_hidden_size
         size = (len(names), tokens, hidden)
-        memory = self._spare.pop() if self._spare else None
-        if memory is None or memory.shape != size:
-            memory = self.backend.empty(size, "compute")
+        memory: Array | None = next((spare for spare in self._spare if spare.shape == size), None)
+        if isinstance(memory, DeviceArray):
+            self._spare.remove(memory)
+        memory = self.backend.empty(size, "compute") if memory is None else memory
         if isinstance(memory, DeviceArray):
             memory = replace(memory, owner=_Lent(memory, self._spare))
         rows = [memory[place : place + 1].reshape(tokens, hidden) for place in range(len(names))]
@@ -255,7 +258,7 @@ def vision_memory(
     item, shape = ITEM_SIZES[dtype], vision_shape(image_rows[-1])
     weights = sum(math.prod(spec.shape) for spec in vision_weights(config)) * item
     outputs = len(vision_outputs(config)) * embedding_rows(config, shape) * config.out_hidden_size * item
-    buffers = 2 * outputs + 2 * 3 * MAXIMUM_PIXELS  # spare ones; an image's pixels, and those between two resizes
+    buffers = (1 + _SPARE) * outputs + 2 * 3 * MAXIMUM_PIXELS  # an image's pixels, and those between two resizes
     for name, (dimensions, kind) in vision_inputs(config, shape).items():
         copies = 1 if name == "patches" else 1 + _KEPT_GRIDS
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
