@@ -23,8 +23,6 @@ from edgellm.multimodal.prepared_image import PreparedImage
 
 #: So many image sizes keep their tables on the device: a camera has one.
 _KEPT_TABLES = 4
-#: Images that may be on their way to the device at once.
-_STAGED = 2
 
 _Key = tuple[image_layout.Size, image_layout.ImageLayout]
 
@@ -51,8 +49,9 @@ class DevicePatches:
         self._tables: RecentlyUsed[_Key, _Tables | None] = RecentlyUsed(_KEPT_TABLES)
         self._latest: deque[_Key] = deque(maxlen=_KEPT_TABLES)
         self._buffers: dict[str, Array] = {}
-        #: Host memory that images are copied from, the next one's first, each with its latest copy.
-        self._staged: deque[tuple[np.ndarray, Transfer]] = deque()
+        #: Host memory that images are copied from, and the latest copy.
+        self._staged = np.empty(0, np.uint8)
+        self._copying: Transfer | None = None
 
     def write(self, image: PreparedImage, target: Array) -> None:
         """Set `target` [N, E] compute to the image's rows, in order with the backend's other work.
@@ -84,20 +83,16 @@ class DevicePatches:
         """Let go of all memory."""
         self._tables.clear()
         self._buffers.clear()
-        self._staged.clear()
 
     def _upload(self, pixels: Array, frame: np.ndarray) -> None:
         """Set `pixels` [H, W, 3] from a frame. From memory that is not pinned the host might wait for what runs."""
-        memory = np.empty(0, np.uint8)
-        if len(self._staged) == _STAGED:
-            memory, latest = self._staged.popleft()
-            latest.wait()
-        if memory.size < frame.size:
-            memory = self._backend.host_memory(frame.size)
-        values = memory[: frame.size].reshape(1, len(frame), -1)
+        if self._copying is not None:
+            self._copying.wait()
+        if self._staged.size < frame.size:
+            self._staged = self._backend.host_memory(frame.size)
+        values = self._staged[: frame.size].reshape(1, len(frame), -1)
         values[:] = frame.reshape(values.shape)
-        copying = self._backend.upload_rows(pixels.reshape(*values.shape), values, len(frame))
-        self._staged.append((memory, copying))
+        self._copying = self._backend.upload_rows(pixels.reshape(*values.shape), values, len(frame))
 
     def _room(self, name: str, shape: tuple[int, ...]) -> Array:
         """The memory of a name, uint8, which grows with the images."""

@@ -49,14 +49,12 @@ _SPARE = 2
 class VisionMetrics:
     """What a vision runner has done so far.
 
-    `images` were asked for, of which `cache_hits` were known; `encoded` went through the engines, giving `tokens` in
-    `seconds` of the backend's clock. Where nothing waits for the device, those of the latest images come with the next.
+    Of the images, `cache_hits` were known and `encoded` went through the engines, in `seconds` of the backend's clock.
+    Where nothing waits for the device, those of the latest images come with the next.
     """
 
-    images: int = 0
     cache_hits: int = 0
     encoded: int = 0
-    tokens: int = 0
     seconds: float = 0.0
 
 
@@ -149,7 +147,6 @@ class VisionEngineRunner:
         self._count_seconds()  # the work of those before is done by now
         known = {image.digest: self.cache.find(image.digest) for image in images}  # before others push them out
         for image in images:
-            self.metrics.images += 1
             found = known[image.digest]
             self.metrics.cache_hits += found is not None
             if found is None:
@@ -190,7 +187,6 @@ class VisionEngineRunner:
         embeddings = self._embeddings(image, layout.tokens)
         self._timed.append((began, self.backend.timestamp()))
         self.metrics.encoded += 1
-        self.metrics.tokens += layout.tokens
         return embeddings
 
     def _count_seconds(self) -> None:
@@ -210,16 +206,14 @@ class VisionEngineRunner:
         return found
 
     def _rows_for(self, rows: int, grid: Grid) -> int:
-        largest = self._image_rows[-1]
-        if rows > largest:
+        size = next((size for size in self._image_rows if size >= rows), None)
+        if size is None:
             raise ImageError(
                 f"an image of {grid[1]} x {grid[2]} patches takes {rows} rows of the vision encoder (windows are "
-                f"padded), the engines have {largest}: take a smaller image, or one less elongated, or build with a "
-                "larger --max-image-patches"
+                f"padded), the engines have {self._image_rows[-1]}: take a smaller image, or one less elongated, or "
+                "build with a larger --max-image-patches"
             )
-        if not self.backend.fixed_shapes:
-            return rows
-        return next(size for size in self._image_rows if size >= rows)
+        return size if self.backend.fixed_shapes else rows
 
     def _engine(self, shape: EngineShape) -> Engine:
         """The engine for a shape, whose inputs and outputs are in memory that no grid changes."""
