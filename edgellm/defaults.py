@@ -9,7 +9,8 @@ from typing import Any
 
 from edgellm.engines.errors import at_place
 from edgellm.engines.formats.small_files import read_text, size_limit
-from edgellm.errors import EngineDirectoryError, RequestError
+from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.errors import EngineDirectoryError, RequestError, shown
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.text.messages import SYSTEM_ROLES, show_media
 from edgellm.text.tokenizer import read_json_object
@@ -49,6 +50,16 @@ class ModelDefaults:
         found = {key: published[key] for key in SAMPLING_KEYS if published.get(key) is not None}
         with at_place(str(path), RequestError, EngineDirectoryError):
             return SamplingParams(**{"temperature": 1.0} | {key: checked_value(key, found[key]) for key in found})
+
+    @cached_property
+    def suppressed_tokens(self) -> tuple[int, ...]:
+        """The token ids that `generation_config.json` keeps out of every answer (`suppress_tokens`), as Gemma 4 12B
+        does those of images and sounds. Raises EngineDirectoryError."""
+        path = self._directory / GENERATION_CONFIG
+        found = read_json_object(path).get("suppress_tokens") or []
+        if not isinstance(found, list) or not all(map(is_integer, found)):
+            raise EngineDirectoryError(f"{path}: suppress_tokens is {shown(found)}, expected a list of token ids")
+        return tuple(found)
 
     def with_system_prompt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages of a checked conversation (`checked_messages`) as the chat template gets them.

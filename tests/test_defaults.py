@@ -204,6 +204,29 @@ def test_sampling_of_a_directory(tmp_path: Path, published: dict[str, object], e
     assert ModelDefaults(tmp_path).params == expected
 
 
+@pytest.mark.parametrize("found", ["5", '["<audio|>"]', "[true]"])
+def test_wrong_suppressed_tokens_are_named(tmp_path: Path, found: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"suppress_tokens": {found}}}')
+    with pytest.raises(EngineDirectoryError, match=r"generation_config\.json: suppress_tokens is .* list of token ids"):
+        _ = ModelDefaults(tmp_path).suppressed_tokens
+
+
+def test_suppressed_tokens_are_in_no_answer(llm: LLM, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Gemma 4 12B says tokens of images and sounds among words where these are not kept out."""
+    usual = [llm.generate(QUESTION, SHORT, seed=seed, temperature=seed / 4).token_ids for seed in range(6)]
+    never = sorted({token for answer in usual for token in answer[::2]})
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    (checkpoint / "generation_config.json").write_text(json.dumps({"suppress_tokens": [-1, *never, 1 << 31]}))
+    build_engine_directory(checkpoint, tmp_path / "robot", EngineLimits(2, 16, 240), [])
+    expected = llm.generate(QUESTION, SHORT, bad_words=[[each] for each in never])
+    with LLM(tmp_path / "robot", backend="numpy") as other:
+        assert other.generate(QUESTION, SHORT).token_ids == expected.token_ids
+        for seed in range(1, 6):
+            answer = other.generate(QUESTION, SHORT, seed=seed, temperature=seed / 4, logit_bias={never[0]: 100})
+            assert not set(never) & set(answer.token_ids)
+        assert set(other.generate(QUESTION, SHORT, allowed_token_ids=never[:1]).token_ids) == {never[0]}
+
+
 def test_wrong_recommendations_are_named_when_they_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_p": 7}')
     defaults = ModelDefaults(tmp_path)

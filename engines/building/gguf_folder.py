@@ -122,7 +122,10 @@ def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path
             _bring_along(tokenizer, metadata, folder)
         sampling = {name: metadata.number(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
         found = {name: value for name, value in sampling.items() if value is not None}
-        made |= {"generation_config.json": {"do_sample": True} | found} if found else {}
+        generation: dict[str, Any] = {"do_sample": True} | found if found else {}
+        if suppressed := metadata.entries("tokenizer.ggml.suppress_tokens", int, "whole numbers"):
+            generation["suppress_tokens"] = suppressed
+        made |= {"generation_config.json": generation} if generation else {}
     _fill(folder, made, files)
     if encoder is not None:
         (folder / ENCODER_FILE).symlink_to(os.path.realpath(encoder))

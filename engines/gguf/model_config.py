@@ -55,8 +55,10 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
 #: What ends a turn or a text, where files name but one of several such tokens.
 _ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>"),
-    *("<|end_of_text|>", "<|tool_response>"),
+    *("<|end_of_text|>", "<|tool_response>", "<|return|>", "<|call|>"),
 )
+#: Whose answers are several messages, each with an end of its own.
+_IN_MESSAGES, _END_OF_MESSAGE = "gpt-oss", "<|end|>"
 #: Kinds of tokens; Gemma 4's calls of tools end with one that is shown.
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -70,6 +72,7 @@ def end_tokens(metadata: Metadata) -> list[int]:
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if token in _ENDS and (kind == _CONTROL or (kind, token) == (_USER_DEFINED, "<|tool_response>"))
+        if (metadata.architecture, token) != (_IN_MESSAGES, _END_OF_MESSAGE)
     )
     return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
 

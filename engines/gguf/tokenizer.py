@@ -216,6 +216,8 @@ def _merges(metadata: Metadata, vocabulary: _Vocabulary) -> list[tuple[str, str]
 def _frame(metadata: Metadata, vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:
     """What lets texts begin with BOS and end with EOS, as the file says or the kind of tokenizer has it."""
     ends, asked = metadata.flag("tokenizer.ggml.add_eos_token"), metadata.flag("tokenizer.ggml.add_bos_token")
+    if metadata.text("tokenizer.ggml.model") == "gemma4":  # whose first files say, wrongly, that texts begin without
+        asked = True
     first = _named(metadata, vocabulary, "bos") if (begins if asked is None else asked) else None
     last = _named(metadata, vocabulary, "eos") if ends else None
     if first is None and last is None:
