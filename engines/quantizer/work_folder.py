@@ -89,7 +89,7 @@ class WorkFolder:
         )
 
     def _clear(self) -> None:
-        for path in self.path.iterdir():
+        for path in sorted(self.path.iterdir(), key=lambda path: path.name == _JOB_FILE):  # until then it is ours
             if _OWN_NAMES.fullmatch(path.name):
                 path.unlink()
 
