@@ -160,7 +160,9 @@ class ConfigFields:
         """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `usual` or that of the tensors."""
         key = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
         value = self.values.get(key)
-        if value is None:
+        if isinstance(value, str):
+            value = value.removeprefix("torch.")
+        if value in (None, "auto"):
             fallback = usual or self.tensors_dtype
             if fallback in _DTYPES:
                 return fallback

@@ -111,6 +111,8 @@ def test_dtype_comes_from_the_tensors_where_the_configuration_has_none() -> None
     assert decoder_config(bare, dtype="float16").dtype == "float16"
     assert decoder_config(QWEN2_5, dtype="float16").dtype == "bfloat16"
     assert decoder_config(bare | {"dtype": "float32"}).dtype == "float32"
+    assert decoder_config(bare | {"dtype": "torch.float16"}, dtype="bfloat16").dtype == "float16"
+    assert decoder_config(bare | {"dtype": "auto"}, dtype="float16").dtype == "float16"
     with pytest.raises(CheckpointError, match=r"dtype .* is missing"):
         decoder_config(bare)
     with pytest.raises(UnsupportedModelError, match='dtype is "int8", supported are float16, bfloat16, float32'):
