@@ -54,8 +54,8 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
 
 #: What ends a turn or a text, where files name but one of several such tokens.
 _ENDS = (
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>"),
-    *("<|end_of_text|>", "<|tool_response>", "<|return|>", "<|call|>"),
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<eos>", "<end_of_turn>", "<turn|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<|tool_response>", "<|return|>", "<|call|>"),
 )
 #: Whose answers are several messages, each with an end of its own.
 _IN_MESSAGES, _END_OF_MESSAGE = "gpt-oss", "<|end|>"

@@ -197,6 +197,11 @@ def test_an_answer_of_gpt_oss_goes_on_behind_its_first_message(tmp_path: Path) -
     assert end_tokens(_metadata(tmp_path, "phi3", **values)) == [2, 1, 3, 4]
 
 
+def test_gemma_ends_texts_and_turns(tmp_path: Path) -> None:
+    values = {"tokens": ["<pad>", "<eos>", "<end_of_turn>"], "token_type": [3, 3, 3], "eos_token_id": 2}
+    assert end_tokens(_metadata(tmp_path, "gemma3", **values)) == [2, 1]
+
+
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
