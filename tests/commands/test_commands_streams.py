@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,20 @@ def test_closed_streams(tiny_engines: Path, redirected: str) -> None:
     finished = shell(tiny_engines, redirected)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert bool(finished.stdout) is (">&-" not in redirected.replace("2>&-", ""))
+
+
+@pytest.mark.parametrize("command", [f"{GENERATE} {{}}", "build {} {}/new"])
+def test_no_further_thread_is_said_in_one_line(
+    tiny_engines: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(SystemExit) as left:
+        run(command.format(tiny_engines, tiny_engines).split())
+    assert left.value.code == 1
+    assert "error: no further thread can be started: allow more tasks" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
