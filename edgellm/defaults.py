@@ -53,13 +53,17 @@ class ModelDefaults:
 
     @cached_property
     def suppressed_tokens(self) -> tuple[int, ...]:
-        """The token ids that `generation_config.json` keeps out of every answer (`suppress_tokens`), as Gemma 4 12B
-        does those of images and sounds. Raises EngineDirectoryError."""
+        """The token ids that `generation_config.json` keeps out of every answer, as Gemma 4 12B does those of images
+        and sounds: `suppress_tokens`, and `bad_words_ids` of one token. Raises EngineDirectoryError."""
         path = self._directory / GENERATION_CONFIG
-        found = read_json_object(path).get("suppress_tokens") or []
-        if not isinstance(found, list) or not all(map(is_integer, found)):
-            raise EngineDirectoryError(f"{path}: suppress_tokens is {shown(found)}, expected a list of token ids")
-        return tuple(found)
+        published = read_json_object(path)
+        tokens, words = (published.get(key) or [] for key in ("suppress_tokens", "bad_words_ids"))
+        for key, found in (("suppress_tokens", [tokens]), ("bad_words_ids", words)):
+            if not isinstance(found, list) or not all(
+                isinstance(ids, list) and all(map(is_integer, ids)) for ids in found
+            ):
+                raise EngineDirectoryError(f"{path}: {key} is {shown(published[key])}, expected a list of token ids")
+        return (*tokens, *(ids[0] for ids in words if len(ids) == 1))
 
     def with_system_prompt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages of a checked conversation (`checked_messages`) as the chat template gets them.

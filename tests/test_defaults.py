@@ -204,10 +204,15 @@ def test_sampling_of_a_directory(tmp_path: Path, published: dict[str, object], e
     assert ModelDefaults(tmp_path).params == expected
 
 
-@pytest.mark.parametrize("found", ["5", '["<audio|>"]', "[true]"])
-def test_wrong_suppressed_tokens_are_named(tmp_path: Path, found: str) -> None:
-    (tmp_path / "generation_config.json").write_text(f'{{"suppress_tokens": {found}}}')
-    with pytest.raises(EngineDirectoryError, match=r"generation_config\.json: suppress_tokens is .* list of token ids"):
+@pytest.mark.parametrize(
+    "wrong",
+    [{"suppress_tokens": 5}, {"suppress_tokens": ["<audio|>"]}, {"bad_words_ids": [True]}, {"bad_words_ids": 1}],
+)
+def test_wrong_suppressed_tokens_are_named(tmp_path: Path, wrong: dict[str, object]) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(
+        EngineDirectoryError, match=rf"generation_config\.json: {next(iter(wrong))} is .* list of token ids"
+    ):
         _ = ModelDefaults(tmp_path).suppressed_tokens
 
 
@@ -215,8 +220,10 @@ def test_suppressed_tokens_are_in_no_answer(llm: LLM, tiny_checkpoint: Path, tmp
     """Gemma 4 12B says tokens of images and sounds among words where these are not kept out."""
     usual = [llm.generate(QUESTION, SHORT, seed=seed, temperature=seed / 4).token_ids for seed in range(6)]
     never = sorted({token for answer in usual for token in answer[::2]})
+    (end, *_), (first, *others) = llm.directory.config.eos_token_ids, never
+    published = {"suppress_tokens": [-1, end, *others, 1 << 31], "bad_words_ids": [[first], [end], [7, 8]]}
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
-    (checkpoint / "generation_config.json").write_text(json.dumps({"suppress_tokens": [-1, *never, 1 << 31]}))
+    (checkpoint / "generation_config.json").write_text(json.dumps(published))
     build_engine_directory(checkpoint, tmp_path / "robot", EngineLimits(2, 16, 240), [])
     expected = llm.generate(QUESTION, SHORT, bad_words=[[each] for each in never])
     with LLM(tmp_path / "robot", backend="numpy") as other:
@@ -224,7 +231,8 @@ def test_suppressed_tokens_are_in_no_answer(llm: LLM, tiny_checkpoint: Path, tmp
         for seed in range(1, 6):
             answer = other.generate(QUESTION, SHORT, seed=seed, temperature=seed / 4, logit_bias={never[0]: 100})
             assert not set(never) & set(answer.token_ids)
-        assert set(other.generate(QUESTION, SHORT, allowed_token_ids=never[:1]).token_ids) == {never[0]}
+        assert set(other.generate(QUESTION, SHORT, allowed_token_ids=[first]).token_ids) == {first}
+        assert other.generate(QUESTION, max_tokens=9, logit_bias={end: 100}).usage.completion_tokens == 1
 
 
 def test_wrong_recommendations_are_named_when_they_are_asked_for(tmp_path: Path) -> None:

@@ -71,9 +71,10 @@ class Preparation:
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
         #: How the model calls tools.
         self.tools = ToolCalling(tokenizer, directory.tool_format)
-        vocab_size = directory.config.vocab_size
-        self._suppressed = {each: _SUPPRESSION for each in defaults.suppressed_tokens if 0 <= each < vocab_size}
-        self._rules = RuleMaker(tokenizer, vocab_size, directory.config.eos_token_ids)
+        vocab_size, ends = directory.config.vocab_size, directory.config.eos_token_ids
+        suppressed = (each for each in defaults.suppressed_tokens if 0 <= each < vocab_size and each not in ends)
+        self._suppressed = dict.fromkeys(suppressed, _SUPPRESSION)
+        self._rules = RuleMaker(tokenizer, vocab_size, ends)
 
     def sequence(
         self,
