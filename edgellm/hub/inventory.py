@@ -100,12 +100,12 @@ def existing_directory(model: str | Path) -> Path:
 
 
 def remember_built(path: Path) -> None:
-    """Note that an engine directory was built there, for `models`; where the cache cannot be written it is not."""
-    known = [str(each) for each in built_directories()]
-    with suppress(OSError):
-        place = user_cache_directory() / "models" / _BUILT_NAME
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(place, json.dumps(list(dict.fromkeys([*known, str(path.absolute())])), indent=1).encode())
+    """Note that an engine directory was built there, for `models`, and so that `remove` leaves what it links to; where
+    the cache cannot be written it is not."""
+    place = user_cache_directory() / "models" / _BUILT_NAME
+    with locked(place.parent), suppress(OSError):  # what builds at the same time is not forgotten
+        known = map(str, [*built_directories(), path.absolute()])
+        write_atomically(place, json.dumps(list(dict.fromkeys(known)), indent=1).encode())
 
 
 def built_directories() -> list[Path]:

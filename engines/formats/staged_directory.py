@@ -120,6 +120,18 @@ def check_space(folder: Path, needed: int, error_class: type[EdgeLLMError], what
         )
 
 
+def is_taken(descriptor: int) -> bool:
+    """Whether another process has locked what is open here; else it is locked, until it is closed. Where the file
+    system has no locks, as some on a network, nobody is kept apart."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _locked(path: Path, kind: int) -> int:
     """A descriptor of the directory with a lock of this kind, which ends with the process; -1 where there is none to be
     had."""

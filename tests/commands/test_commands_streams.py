@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import os
 import subprocess
@@ -16,7 +18,11 @@ from edgellm.__main__ import main
 from edgellm.commands.app import run
 from edgellm.commands.chat_input import user_history_file
 from edgellm.commands.settings import load_settings
+from edgellm.engines.formats.staged_directory import StagedDirectory
+from edgellm.engines.quantizer.work_folder import WorkFolder
+from edgellm.hub.directories import locked
 from edgellm.kernels.user_paths import user_cache_directory
+from edgellm.snapshots.staging import StagedFile
 
 GENERATE = "generate hello --max-tokens 4 --backend numpy --model"
 
@@ -156,3 +162,21 @@ def test_homes_are_found_where_no_shell_does_it(
     with pytest.raises(SystemExit):
         run(["generate", "hi", "--lora", "a=~/adapter", "--adapter", "a"])
     assert f"{tmp_path}/adapter" in capsys.readouterr().err
+
+
+def test_a_file_system_without_locks_keeps_nobody_from_working(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network: who works there at the same time is not known, and nobody's files are taken for abandoned."""
+
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for _ in range(2):
+        with locked(tmp_path / "models"), WorkFolder(tmp_path / "quantized", {"version": 2}, False) as work:
+            assert work.path.is_dir()
+        with StagedDirectory(tmp_path / "engines") as first, StagedDirectory(tmp_path / "engines") as second:
+            assert first.path.is_dir() and second.path.is_dir()
+        with StagedFile(tmp_path / "snapshot") as one, StagedFile(tmp_path / "snapshot") as other:
+            assert one.path.is_file() and other.path.is_file()
+            one.commit()
+    assert {path.name for path in tmp_path.iterdir()} == {"models", "snapshot", ".quantized.quantizing"}

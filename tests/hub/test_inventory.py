@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from command_line import Edgellm
 from hub_server import HubServer
 
+from edgellm.engines.directories.description import DESCRIPTION_NAME
 from edgellm.hub.directories import checkpoint_of, local_directory
+from edgellm.hub.inventory import built_directories, remember_built
 
 NAME = "robots/tiny"
 
@@ -54,6 +57,17 @@ def test_what_is_there_is_listed(edgellm: Edgellm, hub: HubServer, tiny_checkpoi
     assert f"{NAME} at {commit[:12]}" in out and str(directory) in out and "MiB" in out
     shutil.rmtree("own")
     assert ("built", "own") not in {(each["kind"], each["name"]) for each in listed(edgellm)}
+
+
+def test_builds_at_the_same_time_do_not_forget_each_other(hub: HubServer, tmp_path: Path) -> None:
+    """What one links to would be removed with the name that it was downloaded for."""
+    paths = [tmp_path / f"robot-{number}" for number in range(12)]
+    for path in paths:
+        path.mkdir()
+        (path / DESCRIPTION_NAME).touch()
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(remember_built, paths))
+    assert {*built_directories()} == {*paths}
 
 
 def test_remove_leaves_nothing_of_its_own(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
