@@ -362,7 +362,7 @@ def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
     """Digests by name."""
     files = {}
     for name in values.values:
-        if not ((_FILE_NAME.fullmatch(name) or is_shard_name(name)) or is_template_name(name) or name == POOLING_FILE):
+        if not (_FILE_NAME.fullmatch(name) or is_shard_name(name) or is_template_name(name) or name == POOLING_FILE):
             raise values.error(f"{name!r} is not a plain file name")
         entry = values.object(name)
         entry.refuse_other_keys("sha256", "size", "section")

@@ -128,7 +128,7 @@ def is_taken(descriptor: int) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        return False
+        pass
     return False
 
 

@@ -236,6 +236,18 @@ def test_phi_3_has_what_is_behind_its_tokens(tmp_path: Path) -> None:
     assert found.ids[0] == last and found.tokens[1] == "\u2581the"
     plain = _read(_metadata(tmp_path, model="llama", **values)).encode(text, add_special_tokens=False)
     assert plain.ids[0] == last and plain.tokens[1] != "\u2581the"
+    values["token_type"] = [
+        4 if each == "</s>" else kind for each, kind in zip(values["tokens"], values["token_type"], strict=True)
+    ]
+    ended = _read(_metadata(tmp_path, "phi3", model="llama", **values)).encode("</s> the", add_special_tokens=False)
+    assert ended.tokens == ["</s> ", "\u2581the"]
+
+
+def test_the_unknown_token_is_one_where_a_text_has_it(tmp_path: Path) -> None:
+    """As in published tokenizers of SentencePiece, and in llama.cpp."""
+    values = {key: each for key, each in GOLDEN["plain"].items() if key != "ids"}
+    unknown = values["token_type"].index(2)
+    assert _read(_metadata(tmp_path, model="llama", **values)).encode(values["tokens"][unknown]).ids[-1] == unknown
 
 
 def _of_pieces_with_merges() -> tokenizers.Tokenizer:
