@@ -57,8 +57,6 @@ _ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<eos>", "<end_of_turn>", "<turn|>"),
     *("<|endoftext|>", "<|end_of_text|>", "<|tool_response>", "<|return|>", "<|call|>"),
 )
-#: Whose answers are several messages, each with an end of its own.
-_IN_MESSAGES, _END_OF_MESSAGE = "gpt-oss", "<|end|>"
 #: Kinds of tokens; Gemma 4's calls of tools end with one that is shown.
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -72,7 +70,7 @@ def end_tokens(metadata: Metadata) -> list[int]:
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if token in _ENDS and (kind == _CONTROL or (kind, token) == (_USER_DEFINED, "<|tool_response>"))
-        if (metadata.architecture, token) != (_IN_MESSAGES, _END_OF_MESSAGE)
+        if (metadata.architecture, token) != ("gpt-oss", "<|end|>")  # whose answers are several messages
     )
     return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
 

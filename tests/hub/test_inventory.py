@@ -91,6 +91,22 @@ def test_remove_leaves_nothing_of_its_own(edgellm: Edgellm, hub: HubServer, tiny
     assert local_directory(NAME).is_dir()  # it can be had again
 
 
+def test_a_cache_named_from_here_is_found_from_elsewhere(
+    edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    hub.repository(NAME).commit_folder(tiny_checkpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "beside")  # as HF_HUB_CACHE=beside
+    local_directory(NAME)
+    asked = len(hub.requests)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert local_directory(NAME).is_dir() and len(hub.requests) == asked
+    assert edgellm("remove", NAME)[0] == 0
+    assert not list((tmp_path / "beside").rglob("*tiny*"))
+
+
 def test_remove_leaves_what_it_did_not_make(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
     """Decoys: files of others beside and among its own, in the cache, in the hub's cache, links out of them."""
     from huggingface_hub import hf_hub_download, snapshot_download
