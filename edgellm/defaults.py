@@ -81,4 +81,4 @@ def _prompt_text(path: Path) -> str | None:
     """The text of a prompt's file without line ends behind it; None where there is no file."""
     if not path.exists():
         return None
-    return read_text(path, size_limit(path.name), EngineDirectoryError).rstrip("\n")
+    return read_text(path, size_limit(path.name), EngineDirectoryError).rstrip("\r\n")

@@ -48,7 +48,7 @@ def engines(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The tiny model with a system prompt of its own."""
     folder = tmp_path_factory.mktemp("defaults")
     checkpoint = shutil.copytree(tiny_checkpoint, folder / "checkpoint")
-    (checkpoint / "system_prompt.txt").write_text(SYSTEM + "\n\n")
+    (checkpoint / "system_prompt.txt").write_bytes(f"{SYSTEM}\r\n\n".encode())  # as some editors end lines
     build_engine_directory(checkpoint, folder / "robot", EngineLimits(2, 16, 240), [])
     return folder / "robot"
 
