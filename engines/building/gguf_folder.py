@@ -100,11 +100,12 @@ def _made_folder(path: Path, write: Callable[[Path], None]) -> Iterator[Path]:
             write(folder)
         try:
             yield folder
-        except (BuildError, CheckpointError, EngineDirectoryError) as error:
+        except (BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError) as error:
             message, encoder = str(error), folder / ENCODER_FILE
             if encoder.is_symlink():
                 message = message.replace(str(encoder), str(encoder.readlink()))
-            raise type(error)(message.replace(str(folder), str(path))) from error
+            message = message.replace(str(folder), str(path))
+            raise type(error)(f"{path}, as {message}" if message.startswith("config.json") else message) from error
 
 
 def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path | None) -> None:

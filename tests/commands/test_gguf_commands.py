@@ -163,6 +163,15 @@ def test_errors_name_the_file(edgellm: Edgellm, checkpoint: Path, file: Path, tm
         EngineDirectory.open(tmp_path)
     with checkpoint_folder(checkpoint) as folder:
         assert folder == checkpoint
+    mixture = _file(checkpoint, tmp_path / "mixture.gguf")
+    whole = GgufFile(mixture)
+    metadata = {key: each.read() if isinstance(each, Texts) else each for key, each in whole.metadata.items()}
+    tensors = {
+        name: Tensor(info.dtype, info.shape, whole.bytes_of(info).tobytes()) for name, info in whole.tensors.items()
+    }
+    write_gguf(mixture, metadata | {f"{metadata['general.architecture']}.expert_count": 8}, tensors)
+    code, _, err = edgellm("build", mixture, tmp_path / "second")
+    assert code == 1 and f"{mixture}, as config.json (" in err and "is 8 (mixture of experts)" in err
 
 
 def test_a_published_tokenizer_stands_for_the_files_own(
