@@ -225,6 +225,9 @@ def _remove_downloads(chosen: list[Download], kept: tuple[Download, ...], remova
         linked = {path.resolve() for path in (download.storage / "snapshots").rglob("*") if path.is_symlink()}
         for file, found in download.files.items():
             blob = download.blob(file)
+            if found.blob and found.digest:  # what downloads left that were killed
+                for part in blob.parent.glob(f"{found.digest}*.incomplete"):
+                    removal.unlink(part)
             if not found.blob or not blob.is_file() or blob.resolve() in linked:
                 continue
             if blob.resolve() in needed:

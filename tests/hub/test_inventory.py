@@ -91,6 +91,16 @@ def test_remove_leaves_nothing_of_its_own(edgellm: Edgellm, hub: HubServer, tiny
     assert local_directory(NAME).is_dir()  # it can be had again
 
 
+def test_what_killed_downloads_left_is_removed(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
+    hub.repository(NAME).commit_folder(tiny_checkpoint)
+    directory = local_directory(NAME)
+    blob = (directory / "model.safetensors").resolve()
+    for name in (f"{blob.name}.incomplete", f"{blob.name}.1234abcd.incomplete", "1234.incomplete"):
+        (blob.parent / name).write_bytes(b"half of it")
+    assert edgellm("remove", NAME)[0] == 0
+    assert [path.name for path in blob.parent.iterdir()] == ["1234.incomplete"]  # of somebody else
+
+
 def test_a_cache_named_from_here_is_found_from_elsewhere(
     edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
