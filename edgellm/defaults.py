@@ -59,9 +59,8 @@ class ModelDefaults:
         published = read_json_object(path)
         tokens, words = (published.get(key) or [] for key in ("suppress_tokens", "bad_words_ids"))
         for key, found in (("suppress_tokens", [tokens]), ("bad_words_ids", words)):
-            if not isinstance(found, list) or not all(
-                isinstance(ids, list) and all(map(is_integer, ids)) for ids in found
-            ):
+            are_lists = isinstance(found, list) and all(isinstance(ids, list) for ids in found)
+            if not are_lists or not all(is_integer(each) for ids in found for each in ids):
                 raise EngineDirectoryError(f"{path}: {key} is {shown(published[key])}, expected a list of token ids")
         return (*tokens, *(ids[0] for ids in words if len(ids) == 1))
 

@@ -30,7 +30,7 @@ class StagedDirectory:
     """
 
     def __init__(self, target: Path) -> None:
-        self._target = self.path = resolved(target)
+        self._target = resolved(target)
         self._lock = -1
         self._above: list[Path] = []
 
@@ -125,10 +125,8 @@ def is_taken(descriptor: int) -> bool:
     system has no locks, as some on a network, nobody is kept apart."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

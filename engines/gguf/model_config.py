@@ -95,9 +95,7 @@ def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
         return base | {key: value for key, value in given.items() if value is not None}
     if (factors := metadata.values("rope_freqs.weight", files)) is not None:
         return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
-    factor = metadata.number("rope.scaling.factor") or metadata.number(
-        "rope.scale_linear"
-    )  # as the first files have it
+    factor = metadata.number("rope.scaling.factor") or metadata.number("rope.scale_linear")  # of the first files
     kind = metadata.text("rope.scaling.type") or ("linear" if factor else None)
     if kind in (None, "none"):
         return base
