@@ -77,7 +77,7 @@ def sharded(program: Program, rank: int, of: int) -> Shard:
     ranks, several have the same. `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and
     an `AddResidual`: of one rank these give the same bits. Of a mixture a rank has whole experts. What tokens' own
     embeddings let through (Gemma 4) is computed by all: it is less than a sum takes. Raises EngineError that names what
-    cannot be shared, norms of all heads of a state space among it.
+    cannot be shared.
     """
     return _Sharding(program, rank, of).shard()
 
@@ -254,13 +254,26 @@ class _Sharding:
         return (replace(step, heads=heads, first=self._place(step.gates, step.first), **numbers),)
 
     def _gated_norm(self, step: GatedNorm) -> Sequence[Step] | None:
-        rule, norm = self._rules.get(step.value), step.norm
-        if rule is None or (step.gates_first and step.heads % self._of):
+        """Of a norm behind gates ranks have whole parts, or add the squares of their own of a part that they share."""
+        rule, parts, squares = self._rules.get(step.value), step.heads, f"{step.output}_squares"
+        if rule is None:
             return None
-        if step.gates_first:  # which has weights of all columns
-            norm = replace(norm, weight=self._piece(norm.weight, Cut(0, self._value_heads(rule, rule.sizes[1]))))
         self._split.add(step.output)
-        return (replace(step, first=self._place(step.gate, step.first), heads=step.heads // self._of, norm=norm),)
+        own = replace(step, first=self._place(step.gate, step.first), heads=max(1, parts // self._of))
+        if not step.gates_first:
+            return (own,)
+        whole, cut = step.norm.weight.shape[0], Cut(0, self._value_heads(rule, rule.sizes[1]))  # one of each column
+        own = replace(own, norm=replace(step.norm, weight=self._piece(step.norm.weight, cut)))
+        if parts % self._of == 0:
+            return (own,)
+        place = self._rank * parts // self._of
+        counted = tuple(each == place for each in range(parts))
+        widths = tuple(cut.size if each else 0 for each in counted)
+        return (
+            SquareSums(f"{squares}_part", step.value, widths, counted, step.gate, own.first),
+            Reduce(squares, f"{squares}_part"),
+            replace(own, squares=squares, shared=(place, whole // parts)),
+        )
 
     def _linear_residual(self, step: LinearResidual) -> Sequence[Step] | None:
         if step.value not in self._split or step.residual is None:

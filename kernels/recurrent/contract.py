@@ -85,6 +85,22 @@ class GroupNorm(NamedTuple):
     groups: int
 
 
+class GatedPart(NamedTuple):
+    """What a rank has of a part of rows that ranks share, behind SiLU of the gates from column `first` on, and at which
+    `place` among sums of squares that of the part stands."""
+
+    first: int
+    place: int
+
+
+class PartNorm(NamedTuple):
+    """An RMS norm of a rank's columns of a part that has `whole` columns on all ranks together."""
+
+    weight: Annotated[OwnArray, "O compute"]
+    epsilon: float
+    whole: int
+
+
 class GatedHeadNorm(NamedTuple):
     """An RMS norm of each head [E], then times SiLU of the gates from column `first` on."""
 
@@ -232,6 +248,19 @@ def _check_group_norm(sizes: dict[str, Any]) -> str | None:
     return _check_rows(sizes)
 
 
+def _check_gated_part(sizes: dict[str, Any]) -> str | None:
+    columns, first, place = sizes["O"], sizes["part.first"], sizes["part.place"]
+    if not 0 <= first <= sizes["V"] - columns:
+        return f"gates of {columns} columns from {first} on of {sizes['V']}"
+    if not 0 <= place < sizes["S"]:
+        return f"a sum of squares at {place} of {sizes['S']}"
+    if ("output" in sizes) != ("norm.whole" in sizes) or sizes.get("norm.whole", columns) < columns:
+        return (
+            f"a norm of {sizes.get('norm.whole')} columns; expected at least the {columns} of the value, and an output"
+        )
+    return _check_rows(sizes)
+
+
 def _check_gated_norm(sizes: dict[str, Any]) -> str | None:
     columns, first = sizes["O"], sizes["norm.first"]
     if columns % sizes["E"]:
@@ -328,6 +357,20 @@ class RecurrentArrays(Protocol):
     ) -> Launchable:
         """`output`: `value` times SiLU of its gate, each group divided by the root of the mean of its squares +
         epsilon, times weight."""
+
+    @limited(_check_gated_part)
+    def gated_part(
+        self,
+        value: Annotated[OwnArray, "BTO float32"],
+        gate: Annotated[OwnArray, "BTV mixed"],
+        part: GatedPart,
+        norm: PartNorm | None,
+        squares: Annotated[OwnArray, "BTS float32"],
+        output: Annotated[OwnArray, "BTO compute"] | None,
+    ) -> Launchable:
+        """Without a norm, `squares`: at the part's place the sum of the squares of `value` times SiLU of its gate, 0 at
+        others. With one, `output`: `value` times SiLU of its gate, divided by the root of the mean of the squares of
+        the whole part, whose sum stands at its place in `squares`, + epsilon, times weight."""
 
     @limited(_check_gated_norm)
     def gated_norm(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_families import MIXTURES, RECURRENT
+from tiny_families import MIXTURES, ONE_GROUP, RECURRENT
 
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.device.proof import compared_tokens
@@ -63,13 +63,14 @@ def test_tokens_are_those_of_one_and_the_same_drafted_plain_and_again(one: LLM, 
 
 
 @pytest.mark.parametrize(
-    "name", ["granite4_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmoe", "qwen3_5", "lfm2_moe"))]
+    "name",
+    ["granite4_one_group", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmoe", "qwen3_5", "lfm2_moe"))],
 )
 def test_experts_and_recurrent_layers_are_those_of_one_drafted_and_plain(
     name: str, make_checkpoint: Callable[..., Path], tiny_draft: Path, tmp_path: Path
 ) -> None:
     """With norms of all heads, too; states are committed by what was accepted."""
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", **(MIXTURES | RECURRENT)[name])
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **(MIXTURES | RECURRENT | ONE_GROUP)[name])
     limits = EngineLimits(2, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
     build_engine_directory(checkpoint, tmp_path / "engines", limits, [], draft=tiny_draft)
     found, tree = [], DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12)

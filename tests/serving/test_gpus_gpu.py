@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from every_kind import DRAFTINGS
 from packed_checkpoints import write_packed
-from tiny_families import FAMILIES, MIXTURES, RECURRENT, TOLERANCES, WINDOWED
+from tiny_families import FAMILIES, MIXTURES, ONE_GROUP, RECURRENT, TOLERANCES, WINDOWED
 
 from edgellm import LLM, EngineError, Request, SamplingParams
 from edgellm.device.proof import compared_tokens
@@ -144,7 +144,17 @@ def test_a_rank_that_dies_ends_the_model_with_its_name(places: None, monkeypatch
 @pytest.mark.parametrize(
     "name",
     [
-        *("olmoe", "qwen3_moe", "olmo2", "llama_biases", "lfm2_biases", "qwen3_5", "granite4_moe", "nemotron_h_latent"),
+        *(
+            "olmoe",
+            "qwen3_moe",
+            "olmo2",
+            "llama_biases",
+            "lfm2_biases",
+            "qwen3_5",
+            "granite4_moe",
+            "granite4_one_group",
+            "nemotron_h_latent",
+        ),
         "gemma4",
     ],
 )
@@ -153,7 +163,7 @@ def test_experts_states_and_norms_of_all_heads_are_shared(
 ) -> None:
     """Tokens of one GPU up to near ties; drafted as plain, and the same again."""
     latent = {"nemotron_h_latent": MIXTURES["nemotron_h_moe"] | {"moe_latent_size": 32}}
-    family = (WINDOWED | MIXTURES | FAMILIES | RECURRENT | latent)[name] | {"max_position_embeddings": 1024}
+    family = (WINDOWED | MIXTURES | FAMILIES | RECURRENT | ONE_GROUP | latent)[name] | {"max_position_embeddings": 1024}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **family)
     dtype = "bfloat16" if name == "gemma4" else "float16"  # whose values go beyond
     build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(2, 128, 1024), None, dtype)

@@ -76,6 +76,11 @@ class NormGated(_OwnDtype):
     def launches(self, step: GatedNorm, run: Launching, next_early: bool) -> list[Any]:
         of_norm = run.array(step.norm.weight.name), step.norm.epsilon, step.first
         value, gate, output = map(run.sequences, (step.value, step.gate, step.output))
+        if step.squares is not None:
+            (place, whole), (weight, epsilon, first) = step.shared, of_norm
+            norm_of_part = contract.PartNorm(weight, epsilon, whole)
+            part, squares = contract.GatedPart(first, place), run.sequences(step.squares)
+            return [run.kernels.recurrent.gated_part(value, gate, part, norm_of_part, squares, output)]
         if step.gates_first:
             return [
                 run.kernels.recurrent.gated_group_norm(value, gate, contract.GroupNorm(*of_norm, step.heads), output)

@@ -119,7 +119,8 @@ def test_experts_are_whole_and_their_sums_are_parts() -> None:
 @pytest.mark.parametrize("phase", ["decode", "verify", "prefill"])
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [*((name, 2) for name in (*RECURRENT, "latent_experts")), ("gated_delta_nets", 4), ("short_convolutions", 4)],
+    [*((name, 2) for name in (*RECURRENT, "latent_experts")), ("gated_delta_nets", 4), ("short_convolutions", 4)]
+    + [("state_spaces", 4), ("spaces_of_one_group", 4), ("lone_parts", 4)],
 )
 def test_states_of_recurrent_layers_are_shared_and_lie_as_those_of_one(family: str, ranks: int, phase: str) -> None:
     """And what steps keep for their commit; key heads that several ranks have are written by each, alike. So are rows
@@ -142,12 +143,6 @@ def test_states_of_recurrent_layers_are_shared_and_lie_as_those_of_one(family: s
         engine.enqueue()
     for name in (*program.outputs, *program.states):
         np.testing.assert_allclose(bound[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
-
-
-def test_norms_of_all_heads_of_a_state_space_are_refused() -> None:
-    config = replace(RECURRENT["state_spaces"], delta_heads=(1, 4, 24, 16))
-    with pytest.raises(EngineError, match="the step GatedNorm to recalled cannot be shared by 2 GPUs"):
-        NumpyRanks(2, config)
 
 
 def test_adapters_are_shared_as_their_layers_are(make_adapter: Callable[..., Path], tmp_path: Path) -> None:
