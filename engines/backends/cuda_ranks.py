@@ -248,7 +248,7 @@ class _CheckedReadback(DeviceReadback):
         self._found, self._memory = values, memory
 
     def wait(self) -> np.ndarray:
-        """The values; raises EngineError that names a rank which has failed."""
+        """The values; raises DeviceLostError that names a rank which has failed."""
         values = self._found.wait()
         self._memory.check()
         return values
@@ -290,7 +290,7 @@ class RankedKernelEngine:
         return self._backend.buffer(rank, place, array.shape, array.dtype) if needed else None
 
     def enqueue(self) -> None:
-        """Enqueue on all streams; raises EngineError if a tensor was never bound, or a rank has failed."""
+        """Enqueue on all streams; raises EngineError if a tensor was never bound, DeviceLostError if a rank failed."""
         if not self._launches:
             self._launches = self._backend.each(self._prepared)
         self._backend.run(self._launches)

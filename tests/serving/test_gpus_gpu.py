@@ -21,6 +21,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
+from edgellm.errors import DeviceLostError
 from edgellm.kernels.gpu import visible_gpus
 from edgellm.opened_model import SHIPPED_MODEL
 from tests.serving import test_gpus
@@ -134,10 +135,10 @@ def test_a_rank_that_dies_ends_the_model_with_its_name(places: None, monkeypatch
     with LLM(backend="tensorrt", gpus=2, drafting=None) as llm:
         run = RankStreams._run
         monkeypatch.setattr(RankStreams, "_run", lambda streams, launches: run(streams, [launches[0], []]))
-        with pytest.raises(EngineError, match=r"rank 1 of 2 \(GPU \d\) has failed: rank 0 waited 0.5 s for what"):
+        with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(GPU \d\) has failed: rank 0 waited 0.5 s for what"):
             llm.generate("The red cup", max_tokens=4)
         monkeypatch.setattr(RankStreams, "_run", run)
-        with pytest.raises(EngineError, match=r"rank 1 of 2 \(GPU \d\) has failed"):
+        with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(GPU \d\) has failed"):
             llm.generate("The blue cup", max_tokens=4)
 
 

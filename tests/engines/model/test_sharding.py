@@ -18,7 +18,7 @@ from edgellm import LLM
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_ranks import NumpyRanks, RankedEngine
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import DeviceLostError, EngineError
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.decoder import decoder_program
@@ -175,10 +175,10 @@ def test_a_rank_that_fails_ends_the_model_and_is_named(monkeypatch: pytest.Monke
             run(engine)
 
         monkeypatch.setattr(RankedEngine, "enqueue", fail)
-        with pytest.raises(EngineError, match="rank 1 of 2 failed: its memory is gone"):
+        with pytest.raises(DeviceLostError, match="rank 1 of 2 failed: its memory is gone"):
             llm.generate("The red cup", max_tokens=4)
         monkeypatch.setattr(RankedEngine, "enqueue", run)
-        with pytest.raises(EngineError, match="rank 1 of 2 failed"):  # and not with what others have left behind
+        with pytest.raises(DeviceLostError, match="rank 1 of 2 failed"):  # and not with what others have left behind
             llm.generate("The blue cup", max_tokens=4)
     with LLM(backend="numpy", gpus=2, drafting=None) as llm:
         assert llm.generate("The red cup", max_tokens=4).token_ids == before
