@@ -67,10 +67,10 @@ class CudaRanks(CudaBackend):
         with ExitStack() as opened:
             for rank in range(1, count):
                 layouts = {"base": self._parts.layouts[rank]}
-                self.others.append(CudaBackend(directory, layouts, executor, gpus[rank], (rank, count)))
+                self.others.append(CudaBackend(directory, layouts, executor, gpus[rank], self._parts.shares[rank]))
                 opened.callback(self.others[-1].close)  # contexts lie one on the other
             own = dict(packed or {}) | ({"base": self._parts.layouts[0]} if packed else {})
-            super().__init__(directory, own, executor, gpus[0], (0, count))
+            super().__init__(directory, own, executor, gpus[0], self._parts.shares[0])
             opened.callback(super().close)
             self.gpus = count
             self._ranks: list[CudaBackend] = [self, *self.others]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import WeightSpec
@@ -35,10 +35,19 @@ from edgellm.engines.model.steps import (
 
 #: From the first to before the second.
 Range = tuple[int, int]
-#: A rank, and of how many.
-Share = tuple[int, int]
+#: Columns between two layers that are shared in one piece: kernels read eight at a time.
+UNIT = 8
 #: A projected value, and which of its columns from such a one on a step takes.
 _Taken = tuple[str, int, Iterable[Range]]
+
+
+class Share(NamedTuple):
+    """A rank, of how many, and how many columns between two layers are shared in one piece, as groups of packed
+    weights are."""
+
+    rank: int
+    of: int
+    unit: int = UNIT
 
 
 @dataclass(frozen=True)
@@ -70,26 +79,27 @@ class Shard:
     cuts: Mapping[str, Cut]
 
 
-def sharded(program: Program, rank: int, of: int) -> Shard:
-    """The part of a decoder's program that a rank of so many computes.
+def sharded(program: Program, rank: int, of: int, unit: int = UNIT) -> Shard:
+    """The part of a decoder's program that a rank of so many computes; see `Share`.
 
-    The query heads are divided equally. A rank has the key-value heads of its query heads: where there are fewer than
-    ranks, several have the same. `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and
-    an `AddResidual`: of one rank these give the same bits. Of a mixture a rank has whole experts. What tokens' own
-    embeddings let through (Gemma 4) is computed by all: it is less than a sum takes. Raises EngineError that names what
-    cannot be shared.
+    The query heads are divided equally, and what an MLP has between its layers as equally as whole units can be. A rank
+    has the key-value heads of its query heads: where there are fewer than ranks, several have the same.
+    `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and an `AddResidual`: of one rank
+    these give the same bits. Of a mixture a rank has whole experts. What tokens' own embeddings let through (Gemma 4)
+    is computed by all: it is less than a sum takes. Raises EngineError that names what cannot be shared.
     """
-    return _Sharding(program, rank, of).shard()
+    return _Sharding(program, Share(rank, of, unit)).shard()
 
 
 class _Sharding:
     """The parts of one rank; a method for a kind of step gives the steps in its place, or None where it is refused."""
 
-    def __init__(self, program: Program, rank: int, of: int) -> None:
-        self._program, self._rank, self._of = program, rank, of
+    def __init__(self, program: Program, share: Share) -> None:
+        self._program, (self._rank, self._of, self._unit) = program, share
         self._attentions = {step.value: step for step in reversed(program.attentions)}
         self._multiplied = {step.value for step in program.steps if isinstance(step, LinearResidual)}
         self._split: set[str] = set()  # values of which each rank has its columns
+        self._inner: dict[str, Range] = {}  # of those between the layers of an MLP which these are
         self._cuts: dict[str, Cut] = {}
         recurrent = [step for step in reversed(program.steps) if isinstance(step, GatedDelta)]
         self._rules = {name: step for step in recurrent for name in (step.value, step.output)}
@@ -147,7 +157,7 @@ class _Sharding:
             ranges = tuple((size * first, size * last) for first, last in parts[: 1 if step.into else 3])
         elif step.output in self._multiplied:
             inner = rows // (2 if step.gated else 1)
-            begin, end = self._about(inner)
+            begin, end = self._inner[step.output] = self._in_units(inner)
             ranges = tuple((start + begin, start + end) for start in range(0, rows, inner))
         elif step.output in self._projected:
             ranges = self._projected[step.output]
@@ -280,8 +290,9 @@ class _Sharding:
             return self._whole(step)
         total = f"{step.output}_sum"
         others = step.scale, step.keep, step.selects, step.norm, step.factor
+        own = self._columns(step.linear, self._inner.get(step.value) or self._about(step.linear.weight.shape[1]))
         return (
-            LinearResidual(f"{total}_part", step.value, self._columns(step.linear), None, selects=step.selects),
+            LinearResidual(f"{total}_part", step.value, own, None, selects=step.selects),
             Reduce(total, f"{total}_part"),
             AddResidual(step.output, total, step.residual, *others),
         )
@@ -303,10 +314,10 @@ class _Sharding:
         if shared:
             into, back, *gate = shared
             inner = back.weight.shape[1]
-            begin, end = self._about(inner)
+            begin, end = self._in_units(inner)
             starts = range(0, into.weight.shape[0], inner)  # of gate and up, or of one
             into = self._rows(into, tuple((start + begin, start + end) for start in starts))
-            shared = into, self._columns(back), *gate
+            shared = into, self._columns(back, (begin, end)), *gate
         assert step.residual is not None
         total, gate_up, down = f"{step.output}_sum", own(step.gate_up), own(step.down)
         part = replace(step, output=f"{total}_part", residual=None, keep=None, own=(first, last), shared=shared)
@@ -319,6 +330,12 @@ class _Sharding:
     def _about(self, count: int) -> Range:
         """This rank's of things that need not be shared equally."""
         return count * self._rank // self._of, count * (self._rank + 1) // self._of
+
+    def _in_units(self, columns: int) -> Range:
+        """This rank's of columns, in whole units where each rank gets one."""
+        unit = 1 if columns % self._unit or columns < self._unit * self._of else self._unit
+        begin, end = self._about(columns // unit)
+        return unit * begin, unit * end
 
     def _equal(self, what: str, count: int) -> Range:
         """This rank's of things that are shared equally."""
@@ -344,9 +361,9 @@ class _Sharding:
         cut, bias = Cut(0, ranges), linear.bias
         return replace(linear, weight=self._piece(linear.weight, cut), bias=bias and self._piece(bias, cut))
 
-    def _columns(self, linear: Linear) -> Linear:
-        """Behind what `_about` shares, or heads; rank 0 adds the bias."""
-        weight = self._piece(linear.weight, Cut(1, (self._about(linear.weight.shape[1]),)))
+    def _columns(self, linear: Linear, own: Range) -> Linear:
+        """What multiplies this rank's `own` columns; rank 0 adds the bias."""
+        weight = self._piece(linear.weight, Cut(1, (own,)))
         return replace(linear, weight=weight, bias=None if self._rank else linear.bias)
 
     def _piece(self, spec: WeightSpec, cut: Cut) -> WeightSpec:

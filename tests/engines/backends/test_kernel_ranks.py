@@ -20,7 +20,7 @@ from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig, Mixture
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.sharding import sharded
+from edgellm.engines.model.sharding import UNIT, Share, sharded
 from edgellm.engines.model.states import is_recurrent
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -57,7 +57,9 @@ def together(count: int, run: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(run, range(count)))
 
 
-def launched(config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray], ranks: int, way: type) -> Any:
+def launched(
+    config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray], ranks: int, way: type, unit: int = UNIT
+) -> Any:
     """What engines of ranks compute, each of its parts alone: outputs of the first, or of those who have them, and
     states."""
     exchange, program = Exchange(ranks), model_program(config, shape)
@@ -65,8 +67,9 @@ def launched(config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.
     whole |= {name: np.full(size, np.nan, np.float32) for name, (size, _) in program.outputs.items()}
 
     def run(number: int) -> None:
-        rank, cuts = Rank(number, exchange), sharded(program, number, ranks).cuts
-        engine = numpy_kernel_engine(config, shape, way, None, (number, ranks), NumpyRank(number, rank.all))
+        rank, share = Rank(number, exchange), Share(number, ranks, unit)
+        cuts = sharded(program, *share).cuts
+        engine = numpy_kernel_engine(config, shape, way, None, share, NumpyRank(number, rank.all))
         given = arrays | whole
         own = {name: piece(given[name], cuts[name]) if name in cuts else given[name] for name in given}
         bound = {name: array.copy() for name, array in own.items() if name != "logits"}
@@ -120,6 +123,23 @@ def test_a_step_of_ranks_is_what_operations_compute_of_the_whole(family: str, ph
     expected = computed(config, shape, arrays)
     for name in (*program.outputs, *program.states):
         np.testing.assert_allclose(found[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("family", "inner", "unit"), [("qwen3", 160, 32), ("shared_expert", 48, 16)])
+def test_columns_between_layers_are_shared_in_whole_groups(family: str, inner: int, unit: int) -> None:
+    """Of an odd number of groups one rank has one more."""
+    config, shape = replace(EVERY[family], intermediate_size=inner), EngineShape("decode", 2, 1, 48, 48, 1)
+    arrays, program = random_model(config, 2, 48, [5, 0]), model_program(config, shape)
+    cuts = [sharded(program, rank, 2, unit).cuts for rank in range(2)]
+    (down,) = {
+        name for name in cuts[0] if "layers.0" in name and name.endswith("down_proj.weight") and cuts[0][name].axis
+    }
+    assert [cut[down].ranges for cut in cuts] == [
+        ((0, inner // unit // 2 * unit),),
+        ((inner // unit // 2 * unit, inner),),
+    ]
+    found, expected = launched(config, shape, arrays, 2, FewRows, unit), computed(config, shape, arrays)
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
