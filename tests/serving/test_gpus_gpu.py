@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from every_kind import DRAFTINGS
 from packed_checkpoints import write_packed
@@ -26,6 +27,7 @@ from edgellm.kernels.gpu import visible_gpus
 from edgellm.opened_model import SHIPPED_MODEL
 from tests.serving import test_gpus
 from tests.serving.test_gpus import DRAWN, GREEDY, TREE
+from tests.serving.test_prefill import host_values
 
 pytestmark = pytest.mark.gpu
 
@@ -128,6 +130,19 @@ def test_keys_and_values_of_several_gpus_are_not_handed_out(two: LLM) -> None:
     refused = pytest.raises(EngineError, match="keys and values of several GPUs are not handed out")
     with refused, two.prefill(Request(PROMPTS[0]), [0]):
         pass
+
+
+def test_hidden_states_are_handed_out_by_the_first(places: None) -> None:
+    question, layers = Request(PROMPTS[0]), [2, 4]  # which the shipped draft takes
+    with LLM(backend="numpy", hidden_layers=layers) as twin, twin.prefill(question, [], hidden_states=True) as states:
+        expected = [np.from_dlpack(each).copy() for each in states.hidden_states]
+    opened = LLM(backend="tensorrt", gpus=2, hidden_layers=layers)
+    with opened as llm, llm.prefill(question, [], hidden_states=True) as states:
+        rows = states.hidden_states
+        found = [llm.call(lambda runtime, each=each: host_values(each)).result() for each in rows]
+        del rows
+    for values, wanted in zip(found, expected, strict=True):
+        assert np.abs(values - wanted).max() < 0.03 * np.abs(wanted).max()
 
 
 def test_a_rank_that_dies_ends_the_model_with_its_name(places: None, monkeypatch: pytest.MonkeyPatch) -> None:
