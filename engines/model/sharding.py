@@ -302,6 +302,8 @@ class _Sharding:
         Layers to and from a width of the experts' own are on every rank, each of which leads back its part of the sum.
         """
         count = step.mixture.experts
+        if count < self._of:
+            raise EngineError(f"the {count} experts of a mixture cannot be shared by {self._of} GPUs: take one for each")
         first, last = self._about(count)
 
         def own(linear: Linear) -> Linear:

@@ -162,6 +162,12 @@ def test_what_cannot_be_shared_is_refused_by_name(name: str, ranks: int, reason:
         NumpyRanks(ranks, Sequences(GOLDENS / name).config)
 
 
+def test_each_rank_has_an_expert() -> None:
+    config = replace(MIXED["qwen3_moe"], mixture=replace(MIXED["qwen3_moe"].mixture, experts=3))
+    with pytest.raises(EngineError, match="the 3 experts of a mixture cannot be shared by 4 GPUs: take one for each"):
+        NumpyRanks(4, config)
+
+
 def test_a_rank_that_fails_ends_the_model_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(backend="numpy", gpus=2, drafting=None) as llm:
         before = llm.generate("The red cup", max_tokens=4).token_ids
