@@ -36,8 +36,8 @@ class RankWeights:
         """`packed` are the layouts of the packed weights as one GPU has them."""
         config, limits = directory.config, directory.limits
         self._specs = {spec.name: spec for spec in decoder_weights(config)}
-        columns = 2 * (config.hidden_size + config.rotary_columns + config.token_row_size)
-        columns += len(config.feature_layers) * config.hidden_size
+        columns = 2 * (config.rotary_columns + config.token_row_size)
+        columns += (2 + len(config.feature_layers)) * config.hidden_size
         self._dtype, self._prompt = directory.dtype, limits.prefill_chunk * columns
         decode = limits.base_shape("decode", 1, 1, limits.key_ranges[-1])
         program = model_program(config, limits.with_adapters(decode) if limits.has_lora else decode)

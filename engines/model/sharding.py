@@ -35,15 +35,14 @@ from edgellm.engines.model.steps import (
 
 #: From the first to before the second.
 Range = tuple[int, int]
-#: Columns between two layers that are shared in one piece: kernels read eight at a time.
+#: Columns between two layers that stay together where nothing is packed: kernels read eight at a time.
 UNIT = 8
 #: A projected value, and which of its columns from such a one on a step takes.
 _Taken = tuple[str, int, Iterable[Range]]
 
 
 class Share(NamedTuple):
-    """A rank, of how many, and how many columns between two layers are shared in one piece, as groups of packed
-    weights are."""
+    """A rank, of how many, and columns between two layers that stay together, as groups of packed weights do."""
 
     rank: int
     of: int
@@ -215,8 +214,8 @@ class _Sharding:
         return step.gates, step.first, self._value_heads(step, parts=step.gate_parts)
 
     def _gates_of_norm(self, step: GatedNorm) -> _Taken:
-        rule = self._rules.get(step.value)
-        return step.gate, step.first, () if rule is None else self._value_heads(rule, rule.sizes[1])
+        rule = self._rules[step.value]
+        return step.gate, step.first, self._value_heads(rule, rule.sizes[1])
 
     def _place(self, value: str, column: int) -> int:
         """Where a column of a projected value stands in what this rank has of it."""
@@ -263,11 +262,9 @@ class _Sharding:
         heads = end - begin, last - first
         return (replace(step, heads=heads, first=self._place(step.gates, step.first), **numbers),)
 
-    def _gated_norm(self, step: GatedNorm) -> Sequence[Step] | None:
+    def _gated_norm(self, step: GatedNorm) -> Sequence[Step]:
         """Of a norm behind gates ranks have whole parts, or add the squares of their own of a part that they share."""
-        rule, parts, squares = self._rules.get(step.value), step.heads, f"{step.output}_squares"
-        if rule is None:
-            return None
+        rule, parts, squares = self._rules[step.value], step.heads, f"{step.output}_squares"
         self._split.add(step.output)
         own = replace(step, first=self._place(step.gate, step.first), heads=max(1, parts // self._of))
         if not step.gates_first:
@@ -277,10 +274,9 @@ class _Sharding:
         if parts % self._of == 0:
             return (own,)
         place = self._rank * parts // self._of
-        counted = tuple(each == place for each in range(parts))
-        widths = tuple(cut.size if each else 0 for each in counted)
+        widths = tuple(cut.size if each == place else 0 for each in range(parts))
         return (
-            SquareSums(f"{squares}_part", step.value, widths, counted, step.gate, own.first),
+            SquareSums(f"{squares}_part", step.value, widths, tuple(map(bool, widths)), step.gate, own.first),
             Reduce(squares, f"{squares}_part"),
             replace(own, squares=squares, shared=(place, whole // parts)),
         )
@@ -303,7 +299,7 @@ class _Sharding:
         """
         count = step.mixture.experts
         if count < self._of:
-            raise EngineError(f"the {count} experts of a mixture cannot be shared by {self._of} GPUs: take one for each")
+            raise EngineError(f"the {count} experts of a mixture cannot be shared by {self._of} GPUs: take fewer GPUs")
         first, last = self._about(count)
 
         def own(linear: Linear) -> Linear:

@@ -109,9 +109,9 @@ __global__ void __launch_bounds__(WIDE) gated_squares(const __grid_constant__ Ga
     float4 own[WIDE_PARTS];
     launch_next_kernel();
     wait_for_previous_kernel();
-    load_gated<Gate>(a.value + row * a.O, a.gate, row * a.V + a.part.first, a.O, own);
+    load_gated<Gate>(a.value + row * a.O, a.gate, row * a.V + a.first, a.O, own);
     const float total = sum_of_squares(own, sums);
-    if (threadIdx.x < a.S) a.squares[row * a.S + threadIdx.x] = threadIdx.x == a.part.place ? total : 0.f;
+    if (threadIdx.x < a.S) a.squares[row * a.S + threadIdx.x] = int(threadIdx.x) == a.place ? total : 0.f;
 }
 
 // Grid: 1, tokens, sequences. A rank's columns are normed by the squares of all.
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(WIDE) gated_part_norm(const __grid_constant__ 
     float4 own[WIDE_PARTS];
     launch_next_kernel();
     wait_for_previous_kernel();
-    load_gated<Gate>(a.value + row * a.O, a.gate, row * a.V + a.part.first, a.O, own);
-    const float mean = __fdiv_rn(__ldcg(a.squares + row * a.S + a.part.place), float(a.norm.whole));
+    load_gated<Gate>(a.value + row * a.O, a.gate, row * a.V + a.first, a.O, own);
+    const float mean = __fdiv_rn(__ldcg(a.squares + row * a.S + a.place), float(a.norm.whole));
     const Compute* weights = reinterpret_cast<const Compute*>(a.norm.weight);
     Compute* output = reinterpret_cast<Compute*>(a.output) + row * a.O;
     store_normed(own, reciprocal_root(mean + float(a.norm.epsilon)), weights, a.O, output);

@@ -15,7 +15,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import READS, AddResidual, Assemble, Keep, Reduce, SquareSums, Step
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
-from edgellm.kernels.recurrent.contract import GatedPart, group_refusal
+from edgellm.kernels.recurrent.contract import group_refusal
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class SquaresOfParts(Implementation[SquareSums]):
 
     def launches(self, step: SquareSums, run: Launching, next_early: bool) -> list[Any]:
         if step.gate is not None:
-            part = GatedPart(step.first, step.counted.index(True))
             value, gate, squares = map(run.sequences, (step.value, step.gate, step.output))
-            return [run.kernels.recurrent.gated_part(value, gate, part, None, squares, None)]
+            place = step.counted.index(True)
+            return [run.kernels.recurrent.gated_part(value, gate, step.first, place, None, squares, None)]
         values, ends = run.array(step.value), accumulate(step.widths)
         parts = [
             NormedInput(values, None, first=end - width, width=width)

@@ -164,7 +164,7 @@ def test_what_cannot_be_shared_is_refused_by_name(name: str, ranks: int, reason:
 
 def test_each_rank_has_an_expert() -> None:
     config = replace(MIXED["qwen3_moe"], mixture=replace(MIXED["qwen3_moe"].mixture, experts=3))
-    with pytest.raises(EngineError, match="the 3 experts of a mixture cannot be shared by 4 GPUs: take one for each"):
+    with pytest.raises(EngineError, match="the 3 experts of a mixture cannot be shared by 4 GPUs: take fewer GPUs"):
         NumpyRanks(4, config)
 
 

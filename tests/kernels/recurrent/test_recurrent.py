@@ -14,7 +14,6 @@ from edgellm.kernels.recurrent.contract import (
     AcceptedPath,
     GatedHeadNorm,
     GatedHeads,
-    GatedPart,
     GroupNorm,
     LayerColumns,
     LayerMatrices,
@@ -195,12 +194,12 @@ def test_ranks_norm_their_columns_of_a_part_by_the_squares_of_all(rng, dtype) ->
     whole = GroupNorm(weight, 1e-5, 5, 2)
     *_, expected = twin_run("gated_group_norm", value, gate, whole, noise(rng, 2, 3, 96, dtype=dtype))
     squares, found = np.zeros((2, 3, 8), np.float32), []
-    shares = [(value[..., 24 * rank : 24 * rank + 24].copy(), GatedPart(5 + 24 * rank, rank // 2)) for rank in range(4)]
-    for own, part in shares:
-        squares += twin_run("gated_part", own, gate, part, None, np.full_like(squares, np.nan), None)[4]
-    for rank, (own, part) in enumerate(shares):
+    shares = [(value[..., 24 * rank : 24 * rank + 24].copy(), 5 + 24 * rank, rank // 2) for rank in range(4)]
+    for own, *part in shares:
+        squares += twin_run("gated_part", own, gate, *part, None, np.full_like(squares, np.nan), None)[5]
+    for rank, (own, *part) in enumerate(shares):
         norm = PartNorm(weight[24 * rank : 24 * rank + 24].copy(), 1e-5, 48)
-        found.append(twin_run("gated_part", own, gate, part, norm, squares, np.zeros(own.shape, weight.dtype))[5])
+        found.append(twin_run("gated_part", own, gate, *part, norm, squares, np.zeros(own.shape, weight.dtype))[6])
     found = float32_of(np.concatenate(found, axis=-1))
     np.testing.assert_allclose(found, float32_of(expected), rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6)
     assert not squares[..., 2:].any()
@@ -287,10 +286,10 @@ def test_arguments_that_do_not_fit_are_refused(rng) -> None:
     refused("separate_gates", [value, heads, noise(rng, 1, 1, 40)], "qkv has 40 columns; expected 32")
     refused("sigmoid_gate", [value, heads._replace(heads=3), noise(rng, 1, 1, 16)], "value has 48 columns; expected 3")
     refused("gated_norm", [value, value, GatedHeadNorm(noise(rng, 8), 1e-6, 1), value], "gates of 48 columns from 1 on")
-    part, squares, norm = GatedPart(0, 1), noise(rng, 1, 1, 8), PartNorm(noise(rng, 48), 1e-6, 47)
-    refused("gated_part", [value, value, part._replace(place=8), None, squares, None], "a sum of squares at 8 of 8")
-    refused("gated_part", [value, value, part, norm, squares, value], "a norm of 47 columns; expected at least the 48")
-    refused("gated_part", [value, value, part, norm._replace(whole=96), squares, None], "and an output")
+    squares, norm = noise(rng, 1, 1, 8), PartNorm(noise(rng, 48), 1e-6, 47)
+    refused("gated_part", [value, value, 0, 8, None, squares, None], "a sum of squares at 8 of 8")
+    refused("gated_part", [value, value, 0, 1, norm, squares, value], "a norm of 47 columns; expected at least the 48")
+    refused("gated_part", [value, value, 0, 1, norm._replace(whole=96), squares, None], "and an output")
     refused("gated_norm", [value, value, GatedHeadNorm(noise(rng, 7), 1e-6, 0), value], "expected those of heads of 7")
 
 
