@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from absent_gpu import Module, prepare
-from decode_models import FAMILIES, LLAMA, MIXED, RECURRENT, SCALED, TREE, computed, random_model
+from decode_models import FAMILIES, LLAMA, MIXED, RECURRENT, SCALED, TREE, computed, random_adapters, random_model
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
 from edgellm.engines.backends.numpy_ranks import piece, put_back
@@ -140,6 +140,19 @@ def test_columns_between_layers_are_shared_in_whole_groups(family: str, inner: i
     ]
     found, expected = launched(config, shape, arrays, 2, FewRows, unit), computed(config, shape, arrays)
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "short_convolutions"])
+def test_adapters_of_ranks_change_what_those_of_the_whole_do(family: str) -> None:
+    """Of one fused layer, too, whose rows a rank has in several ranges."""
+    shape, config = replace(EngineShape("decode", 3, 1, 48, 48, 1), lora_slots=2, lora_rank=8), EVERY[family]
+    arrays, program = random_model(config, 3, 48, [5, 0, 19]), model_program(config, shape)
+    arrays |= {name: array for name, array in states_of(program).items() if name in program.edge}
+    arrays |= random_adapters(config, [1, None, 0], 2, 8)
+    expected, plain = computed(config, shape, arrays), computed(config, replace(shape, lora_slots=0), arrays)
+    found = launched(config, shape, arrays, 2, FewRows)
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=5e-5, rtol=5e-5)
+    assert [np.abs(own).max() > 0.1 for own in expected["logits"] - plain["logits"]] == [True, False, True]
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
