@@ -79,6 +79,8 @@ class VisionEncoder:
         self._runner.load(progress)
 
     def prepare(self, reference: MediaReference) -> PreparedImage | TiledImage:
+        if isinstance(reference.source, PreparedImage | TiledImage):
+            return reference.source
         with at_place(reference.name, ImageError):
             source = source_of_url(str(reference.source), "image") if reference.is_url else reference.source
             return self.processor.prepare(read_image(source, channels=reference.channels))

@@ -127,8 +127,9 @@ def parts(runtime: SpecDecodeRuntime) -> dict[str, Any]:
     assert media is not None
     backend, device, seen = runner.backend, dict[str, float](), frames(COUNT + BEHIND)
     spans: dict[str, list[list[float]]] = {"frame": [], "question": []}
-    asked = [("frame", frame, QUESTIONS[0]) for frame in seen[:COUNT]]
-    asked += [("question", seen[COUNT - 1], QUESTIONS[number % len(QUESTIONS)]) for number in range(COUNT)]
+    asked: list[tuple[str, Any, str]] = [("frame", frame, QUESTIONS[0]) for frame in seen[:COUNT]]
+    last = runtime.prepare_image(seen[COUNT - 1], "RGB")  # once, as a watch does
+    asked += [("question", last, QUESTIONS[number % len(QUESTIONS)]) for number in range(COUNT)]
     for kind, frame, question in asked:
         shown = [{"type": "image", "image": frame}, {"type": "text", "text": question}]
         request = Request(messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": shown}])
