@@ -31,7 +31,7 @@ from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
-from edgellm.kernels.arrays import ITEM_SIZES, Array
+from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, RunsLayout
 
@@ -75,6 +75,10 @@ class KernelEngine(BoundEngine):
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
         self._scratch: list[dict[str, Array]] = []
         self._launches: list[Any] = []
+        #: Launches for the memory that was bound before, and the names of what changes: a prompt of another slot is
+        #: not to wait until hundreds are prepared anew.
+        self._kept: dict[tuple[int, ...], list[Any]] = {}
+        self._changing: set[str] = set()
         self._launches_by_layer: list[Any] = []
         self._layer_starts: dict[int, int] = {}
         self._is_whole = True
@@ -91,7 +95,7 @@ class KernelEngine(BoundEngine):
             self._scratch.append(arrays)
         words = max(adapter_words(program) for _, program in self._passes)
         self._device, self._areas = device, [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
-        self._launches, self._launches_by_layer = [], []
+        self._launches, self._launches_by_layer, self._kept = [], [], {}
 
     def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
@@ -113,6 +117,10 @@ class KernelEngine(BoundEngine):
         if fresh:
             self._launches, self._launches_by_layer = [], []
             self._bound |= checked_bindings(self.shape, self.tensors, fresh)
+            place = tuple(array.pointer for array in fresh.values() if isinstance(array, DeviceArray))
+            if fresh.keys() != self._changing or len(place) < len(fresh):
+                self._kept, self._changing = {}, set(fresh)
+            self._launches = self._kept.setdefault(place, [])
 
     def enqueue(self) -> None:
         self._enqueue(self.launches(), lambda index: None)
@@ -135,7 +143,7 @@ class KernelEngine(BoundEngine):
     def launches(self) -> Sequence[Any]:
         """What `enqueue` runs, each of which may start before the one before it has ended."""
         if not self._launches:
-            self._launches = self._prepare()
+            self._launches += self._prepare()
             for launch in self._launches:
                 launch.overlap_previous()
         return self._launches

@@ -139,6 +139,25 @@ def test_nothing_is_made_for_a_sound_after_opening(
         assert (len(backend._engines), set(backend.module.sources), backend.made.counts[CAPTURED]) == before
 
 
+def test_prompts_of_other_slots_find_their_launches(
+    on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each slot had a prompt of a size; for other weights, and other memory, they are prepared anew."""
+    on_nothing(3)
+    with SpecDecodeRuntime(drafting=None) as runtime:
+        base = runtime._runner.base
+        shape = base.limits.base_shape("prefill", 1, base.limits.prefill_chunks[0], base.limits.key_ranges[-1])
+        slots = [slice(slot, slot + 1) for slot in range(3)]
+        first: list[Any] = [base._engine(shape, slot).launches() for slot in slots]
+        assert len({id(launches[0]) for launches in first}) == 3
+        with monkeypatch.context() as changed:
+            changed.setattr(KernelEngine, "_prepare", None)
+            assert [base._engine(shape, slot).launches() for slot in slots] == first
+        engine: Any = base._engine(shape, slots[0])
+        engine.bind({"logits": replace(engine._bound["logits"])})
+        assert base._engine(shape, slots[1]).launches()[0] is not first[1][0]
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_nothing_is_made_for_an_image_after_opening(
     family: str,
