@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -43,19 +43,6 @@ _KEPT_IMAGES, _MOST_CACHE_BYTES, _MOST_VIDEO_BYTES = 64, 64 << 20, 256 << 20
 _KEPT_GRIDS = 4
 #: Of so many images the memory of embeddings is kept to be written anew.
 _SPARE = 2
-
-
-@dataclass
-class VisionMetrics:
-    """What a vision runner has done so far.
-
-    Of the images, `cache_hits` were known and `encoded` went through the engines, in `seconds` of the backend's clock.
-    Where nothing waits for the device, those of the latest images come with the next.
-    """
-
-    cache_hits: int = 0
-    encoded: int = 0
-    seconds: float = 0.0
 
 
 class _Lent:
@@ -89,7 +76,9 @@ class VisionEngineRunner:
         a video of so many tokens, at most 256 MiB.
         """
         self.backend, self.config = backend, vision.config
-        self.metrics = VisionMetrics()
+        #: Images that were known, and that went through the engines, in seconds of the backend's clock. Where nothing
+        #: waits for the device, those of the latest images come with the next.
+        self.cache_hits, self.encoded, self.seconds = 0, 0, 0.0
         self._vision, self._image_rows = vision, image_rows
         shapes = [vision_shape(rows) for rows in image_rows]
         self._engines, self._steps = LoadedEngines(backend, shapes), CapturedSteps(backend)
@@ -143,15 +132,14 @@ class VisionEngineRunner:
         """
         if not self._weights:
             raise EngineError("the vision encoder has no weights: call load() first")
-        embeddings: list[MediaEmbeddings] = []
         self._count_seconds()  # the work of those before is done by now
         known = {image.digest: self.cache.find(image.digest) for image in images}  # before others push them out
+        embeddings: list[MediaEmbeddings] = []
         for image in images:
             found = known[image.digest]
-            self.metrics.cache_hits += found is not None
+            self.cache_hits += found is not None
             if found is None:
-                found = known[image.digest] = self._encode(image)
-                self.cache.keep(image.digest, found)
+                found = known[image.digest] = self.cache.keep(image.digest, self._encode(image))
             embeddings.append(found)
         if self.backend.computes_at_once:
             self._count_seconds()
@@ -186,12 +174,12 @@ class VisionEngineRunner:
         self._steps.run(shape, {"vision": engine.enqueue})
         embeddings = self._embeddings(image, layout.tokens)
         self._timed.append((began, self.backend.timestamp()))
-        self.metrics.encoded += 1
+        self.encoded += 1
         return embeddings
 
     def _count_seconds(self) -> None:
         """Count the seconds of images whose work is done, or wait for it."""
-        self.metrics.seconds += sum(end.seconds() - began.seconds() for began, end in self._timed)
+        self.seconds += sum(end.seconds() - began.seconds() for began, end in self._timed)
         self._timed.clear()
 
     def _inputs_of(self, grid: Grid) -> tuple[VisionLayout, EngineShape, dict[str, Array]]:

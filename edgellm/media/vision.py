@@ -100,7 +100,7 @@ class VisionEncoder:
 
     def encode(self, images: Sequence[PreparedImage | TiledImage]) -> list[MediaEmbeddings]:
         """The embeddings of each part of the images; those that are not known are encoded."""
-        counts, tiles = self._runner.metrics, [tile for image in images for tile in image.tiles]
+        counts, tiles = self._runner, [tile for image in images for tile in image.tiles]
         hits, seconds = counts.cache_hits, counts.seconds
         if self._own is not None:  # memory that it writes anew may still be read
             self._backend.synchronize()

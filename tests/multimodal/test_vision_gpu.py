@@ -72,7 +72,7 @@ def test_embeddings_are_those_of_transformers(name: str, dtype: str, attention: 
         for features, expected in zip(found.deepstack, image.deepstack, strict=True):
             differences.append(relative_difference(values_of(backend, features), expected))
     again = runner.encode(images[::-1])
-    assert runner.metrics.encoded == len(images)
+    assert runner.encoded == len(images)
     assert all(one.rows.pointer for one in again)
     runner.close()
     backend.close()
