@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from edgellm.engines.backends.base import Engine
+from edgellm.engines.backends.base import BoundEngine, Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
@@ -55,9 +55,6 @@ from edgellm.kernels.sampling.twin import first_not_finite
 from edgellm.kernels.tree.launcher import CudaTree
 
 logger = logging.getLogger("edgellm.tensorrt")
-
-LoadedEngine = TensorRTEngine | KernelEngine | SplitEngine | EncoderEngine
-
 
 #: Kernels of prompts take any number of tokens; an engine's launches are prepared for a multiple of so many.
 PROMPT_STEP = 64
@@ -115,7 +112,7 @@ class CudaBackend(CudaDevice):
 
     def _make_launchers(self) -> None:
         """Those that all engines share; each loads a kernel when a launch first needs it."""
-        self._engines: list[LoadedEngine] = []
+        self._engines: list[BoundEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
         self._many = CudaTiledKernels(self._module, self.compute_dtype)
         self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
@@ -224,8 +221,7 @@ class CudaBackend(CudaDevice):
         with self._module.side_by_side():
             self.prepare_steps()
             for engine in self._engines:
-                if not isinstance(engine, TensorRTEngine):
-                    engine.load_kernels(self._loaded)
+                engine.load_kernels(self._loaded)
 
     def prepare_steps(self) -> None:
         """Have compiled and loaded what steps may ask for beside engines, as far as it is known which weights are
@@ -260,7 +256,7 @@ class CudaBackend(CudaDevice):
         """What runs a shape: kernels where they take it, otherwise plans, of what stands between attention or of the
         whole; the other way round where TensorRT is asked for. EngineError where nothing runs it. An engine that is
         loaded after `check_memory` has scratch of its own where it needs more than there is."""
-        ways: tuple[Callable[[EngineShape], LoadedEngine | None], ...]
+        ways: tuple[Callable[[EngineShape], BoundEngine | None], ...]
         ways = self._encoder_engine, self._kernel_engine, self._split_engine, self._plan_engine
         if self.share is not None and shape.model == "base":
             ways = (self._kernel_engine,)
@@ -388,11 +384,10 @@ class CudaBackend(CudaDevice):
         for engine in self._engines:
             self._attach(engine, self._scratch)
 
-    def _attach(self, engine: LoadedEngine, scratch: DeviceArray) -> None:
+    def _attach(self, engine: BoundEngine, scratch: DeviceArray) -> None:
         engine.attach(self, scratch)
-        if not isinstance(engine, TensorRTEngine):
-            with self._module.side_by_side():
-                engine.load_kernels(self._loaded)
+        with self._module.side_by_side():
+            engine.load_kernels(self._loaded)
 
     def close(self) -> None:
         """Free engines, scratch and kernels, then leave the context."""

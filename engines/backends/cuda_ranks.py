@@ -254,7 +254,7 @@ class _CheckedReadback(DeviceReadback):
         return values
 
 
-class RankedKernelEngine:
+class RankedKernelEngine(Engine):
     """The engines of all ranks as one. Their inputs are brought to each; the first alone gives out what there is."""
 
     def __init__(self, backend: CudaRanks, engines: Sequence[KernelEngine]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from edgellm.engines.backends.base import BoundEngine
 from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts
 from edgellm.engines.backends.packed_loading import PackedLoader
@@ -130,20 +131,14 @@ class AbsentBackend(CudaBackend):
                 engine.load_kernels(self._loaded)
 
     def _plan_engine(self, shape: EngineShape) -> Any:
-        """What TensorRT runs asks for no kernels."""
-        return _NoEngine()
+        return _PlannedEngine(shape, self.compute_dtype, {})
 
 
-class _NoEngine:
-    """An engine of TensorRT's."""
+class _PlannedEngine(BoundEngine):
+    """An engine of TensorRT's, which asks for no kernels."""
 
-    takes_packed, scratch_bytes = False, 0
-
-    def attach(self, device: Any, scratch: Any) -> None:
-        """Uses nothing."""
-
-    def load_kernels(self, loaded: Any) -> None:
-        """Needs none."""
+    def enqueue(self) -> None:
+        """Nothing runs."""
 
 
 class WeightLayouts:

@@ -393,8 +393,7 @@ class BaseEngineRunner(PrefillingRunner):
         engine = self._engine(shape, slots)
         inputs, token_ids = self._step_inputs(shape), self.sequences(slots).token_ids
         prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), token_ids, inputs)
-        parts = getattr(engine, "around_rows", None)
-        return [prepare, *([engine.enqueue] if parts is None else parts())]
+        return [prepare, *engine.around_rows()]
 
     def _choose(self, batch: int, plain: bool, constrained: bool) -> list[Callable[[], None]]:
         """The same of the choice of a token by these logits."""
