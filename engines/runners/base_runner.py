@@ -341,7 +341,7 @@ class BaseEngineRunner(PrefillingRunner):
     def _allocate_state(self, start: Array) -> None:
         backend, config, limits = self.backend, self.config, self.limits
         slots, vocab = limits.max_batch, config.vocab_size
-        self._buffers = StepBuffers(backend, config, limits, self.engines)
+        self._buffers = StepBuffers(backend, config, limits, self.engines, slots)
         self._tokens = backend.zeros((slots,), "int32")
         self._emitted = EmittedRings(backend, slots)
         self._logits = backend.zeros((slots, vocab), "float32")
