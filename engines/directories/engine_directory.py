@@ -340,8 +340,6 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
     values.refuse_other_keys(*_KEYS, DRAFT_KEY, LORA_KEY, VISION_KEY, TOOL_KEY, SOURCE_KEY, kernel_folders.KERNELS_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
-    if limits.kv_cache not in KV_CACHES:
-        raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
     config = values.object("config").dataclass(DecoderConfig, mixture=Mixture)
     for name, bound in context_bounds(config).items():
         if limits.kv_capacity > bound:
@@ -378,8 +376,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     return EngineDirectory(
         path=path,
         config=config,
-        dtype=engine_parts.choice(values, "dtype", DTYPES),
-        attention=engine_parts.choice(values, "attention", ATTENTION_SETTINGS),
+        dtype=values.choice("dtype", DTYPES),
+        attention=values.choice("attention", ATTENTION_SETTINGS),
         limits=limits,
         files=files,
         adapters=adapters,
