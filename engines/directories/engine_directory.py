@@ -263,17 +263,22 @@ class EngineDirectory:
         file with no remembered digest is checked by its size alone.
         """
         found = _differences(self.path, self.files, "", verify, hash_weights)
-        vision = self.vision if self.vision is not None and self.vision.files is not None else None
-        names = [*self.adapters, *adapter_names(self.path)]
-        parts: dict[str, engine_parts.EngineDraft | engine_parts.EngineVision | engine_parts.EngineAdapter | None]
-        parts = {engine_parts.DRAFT_FOLDER: self.draft, engine_parts.VISION_FOLDER: vision}
-        parts |= {f"{engine_parts.LORA_FOLDER}/{name}": self.adapters.get(name) for name in names}
-        for folder, part in parts.items():
-            if part is not None and part.files is not None:
-                found += _differences(part.path, part.files, f"{folder}/", verify, hash_weights)
+        described: dict[str, Mapping[str, FileDigest] | None] = {
+            engine_parts.DRAFT_FOLDER: None if self.draft is None else self.draft.files,
+            engine_parts.VISION_FOLDER: None if self.vision is None else self.vision.files,
+        }
+        described |= {f"{engine_parts.LORA_FOLDER}/{name}": None for name in adapter_names(self.path)}
+        described |= {f"{engine_parts.LORA_FOLDER}/{name}": each.files for name, each in self.adapters.items()}
+        kernels = kernel_folders.manifests(self.kernels)
+        for folder, files in (described | kernels).items():
+            if files is not None:
+                own = _differences(self.path / folder, files, f"{folder}/", verify, hash_weights)
+                found += own
+                if verify and folder in kernels and not own:  # else they are compared when they are loaded
+                    found += kernel_folders.cubin_differences(self.path / folder)
             elif (self.path / folder).exists():
                 found.append(f"{printable(folder)}/: not described")
-        return [*found, *kernel_folders.kernel_differences(self.path, self.kernels, verify)]
+        return found
 
 
 def _differences(
