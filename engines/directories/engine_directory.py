@@ -263,14 +263,10 @@ class EngineDirectory:
         file with no remembered digest is checked by its size alone.
         """
         found = _differences(self.path, self.files, "", verify, hash_weights)
-        described: dict[str, Mapping[str, FileDigest] | None] = {
-            engine_parts.DRAFT_FOLDER: None if self.draft is None else self.draft.files,
-            engine_parts.VISION_FOLDER: None if self.vision is None else self.vision.files,
-        }
-        described |= {f"{engine_parts.LORA_FOLDER}/{name}": None for name in adapter_names(self.path)}
-        described |= {f"{engine_parts.LORA_FOLDER}/{name}": each.files for name, each in self.adapters.items()}
-        kernels = kernel_folders.manifests(self.kernels)
-        for folder, files in (described | kernels).items():
+        kernels, parts = kernel_folders.manifests(self.kernels), self.part_files
+        others = [engine_parts.DRAFT_FOLDER, engine_parts.VISION_FOLDER]
+        others += [f"{engine_parts.LORA_FOLDER}/{name}" for name in adapter_names(self.path)]
+        for folder, files in (dict.fromkeys(others) | parts | kernels).items():
             if files is not None:
                 own = _differences(self.path / folder, files, f"{folder}/", verify, hash_weights)
                 found += own
@@ -279,6 +275,13 @@ class EngineDirectory:
             elif (self.path / folder).exists():
                 found.append(f"{printable(folder)}/: not described")
         return found
+
+    @property
+    def part_files(self) -> dict[str, Mapping[str, FileDigest]]:
+        """The files of each part that has some of its own, by its folder here: draft, vision encoder, adapters."""
+        parts = {engine_parts.DRAFT_FOLDER: self.draft, engine_parts.VISION_FOLDER: self.vision}
+        found = {folder: part.files for folder, part in parts.items() if part is not None and part.files is not None}
+        return found | {f"{engine_parts.LORA_FOLDER}/{name}": each.files for name, each in self.adapters.items()}
 
 
 def _differences(
