@@ -8,6 +8,7 @@ import numpy as np
 
 from edgellm.errors import is_whole, require
 from edgellm.llm import LLM
+from edgellm.multimodal.log_mel import GrowingSound
 from edgellm.transcription import LANGUAGES, Transcription, language_name, transcription_of, transcription_request
 
 
@@ -31,23 +32,24 @@ class SpeechStream:
     ) -> None:
         """Samples have `rate` Hz; the others are those of `transcription_request`. Raises RequestError."""
         require(is_whole(unfixed, 0), "unfixed", unfixed, "a whole number of tokens")
-        self._llm, self._rate, self._prompt, self._unfixed, self._options = llm, rate, prompt, unfixed, options
+        self._llm, self._prompt, self._unfixed, self._options = llm, prompt, unfixed, options
         self._family = llm.directory.config.family
         #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.
         self._asked = self._language = language_name(language)
-        self._samples: list[np.ndarray] = []
-        self._said = ""
+        self._sound, self._said = GrowingSound(rate), ""
 
     @property
     def seconds(self) -> float:
         """How long what was heard is."""
-        return sum(map(len, self._samples)) / self._rate
+        return self._sound.count / self._sound.rate
 
     def hear(self, samples: np.ndarray) -> Transcription:
-        """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, ContextError where the
-        whole is longer than the context holds."""
-        self._samples.append(np.array(samples))
-        found = self._transcribed(self._language, self._said)
+        """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, and ContextError where the
+        whole is longer than the context holds; where it raises, nothing was heard: `finish`, and begin another stream
+        with these samples."""
+        sound = self._sound.followed_by(samples)
+        found = self._transcribed(sound, self._language, self._said)
+        self._sound = sound
         if self._language is None and found.language in LANGUAGES.values():
             self._language = found.language
         if self._language is not None or self._family != "qwen3_asr":  # answers of others name none
@@ -59,11 +61,9 @@ class SpeechStream:
 
     def finish(self) -> Transcription:
         """What was said, written anew as a whole."""
-        return self._transcribed(self._asked, "")
+        return self._transcribed(self._sound, self._asked, "")
 
-    def _transcribed(self, language: str | None, said: str) -> Transcription:
-        whole = np.concatenate(self._samples) if self._samples else np.zeros(0, np.float32)
-        sound = whole, self._rate
+    def _transcribed(self, sound: GrowingSound, language: str | None, said: str) -> Transcription:
         request = transcription_request(self._family, sound, language, self._prompt, said, **self._options)
         with self._llm.submit(request) as generation:
             return transcription_of(generation.result(), language, said)

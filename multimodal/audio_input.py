@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import struct
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -65,24 +66,34 @@ def resampled(samples: np.ndarray, rate: int, target: int) -> np.ndarray:
     """
     if rate == target or not len(samples):
         return samples
-    divisor = math.gcd(rate, target)
-    up, down = target // divisor, rate // divisor
-    cutoff = _CUTOFF * min(1.0, target / rate)
-    reach = math.ceil(_ZEROS / cutoff)
+    up, down, reach = resampling(rate, target)
     count = -(-len(samples) * up // down)
     padded = np.concatenate((np.zeros(reach, np.float32), samples, np.zeros(2 * reach + down, np.float32)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
     result = np.empty(count, np.float32)
     for first in range(0, min(up, count), _PHASES):
-        places, beyond = np.divmod(np.arange(first, min(up, count, first + _PHASES)) * down, up)
-        times = np.arange(-reach, reach + 1) - beyond[:, None] / up
-        inside = np.sqrt(np.maximum(0.0, 1 - (times / (reach + 1)) ** 2))
-        weights = np.sinc(cutoff * times) * np.i0(_BETA * inside)
-        weights /= weights.sum(axis=1, keepdims=True)
-        for phase, (place, own) in enumerate(zip(places.tolist(), weights.astype(np.float32), strict=True), first):
+        for phase, own in enumerate(_weights(rate, target, first, min(up, count, first + _PHASES)), first):
             outputs = result[phase::up]  # einsum, for threads of BLAS would wait for each other in small products
-            np.einsum("nk,k->n", windows[place::down][: len(outputs)], own, out=outputs)
+            np.einsum("nk,k->n", windows[phase * down // up :: down][: len(outputs)], own, out=outputs)
     return result
+
+
+def resampling(rate: int, target: int) -> tuple[int, int, int]:
+    """`up` and `down`: so many samples at the `target` stand for so many; and how many to either side one follows
+    from."""
+    divisor = math.gcd(rate, target)
+    reach = 0 if rate == target else math.ceil(_ZEROS / (_CUTOFF * min(1.0, target / rate)))
+    return target // divisor, rate // divisor, reach
+
+
+@lru_cache(maxsize=4)
+def _weights(rate: int, target: int, first: int, last: int) -> np.ndarray:
+    """[n, 2 reach + 1] float32: what outputs of the phases `first` to `last` - 1 take of the inputs around."""
+    up, down, reach = resampling(rate, target)
+    times = np.arange(-reach, reach + 1) - (np.arange(first, last) * down % up)[:, None] / up
+    inside = np.sqrt(np.maximum(0.0, 1 - (times / (reach + 1)) ** 2))
+    weights = np.sinc(_CUTOFF * min(1.0, target / rate) * times) * np.i0(_BETA * inside)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float32)
 
 
 def _mono(samples: np.ndarray) -> np.ndarray:

