@@ -44,6 +44,10 @@ class Engine(Protocol):
     def enqueue(self) -> None:
         """Run on the bound memory; raises EngineError that names a tensor which was never bound."""
 
+    def prepare(self) -> None:
+        """Make ready what `enqueue` runs on what is bound, for which it would take its time."""
+        return None
+
     def around_rows(self) -> list[Callable[[], None]]:
         """What `enqueue` does, in the parts before tokens' own rows are taken and from there on; one where none are."""
         return [self.enqueue]

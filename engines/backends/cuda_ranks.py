@@ -291,9 +291,13 @@ class RankedKernelEngine(Engine):
 
     def enqueue(self) -> None:
         """Enqueue on all streams; raises EngineError if a tensor was never bound, DeviceLostError if a rank failed."""
+        self.prepare()
+        self._backend.run(self._launches)
+
+    def prepare(self) -> None:
+        """See `Engine.prepare`."""
         if not self._launches:
             self._launches = self._backend.each(self._prepared)
-        self._backend.run(self._launches)
 
     def _prepared(self, rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
         launches, kernels = self._engines[rank].launches(), backend.rank

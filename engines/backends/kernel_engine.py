@@ -125,6 +125,10 @@ class KernelEngine(BoundEngine):
                 launch.overlap_previous()
         return self._launches
 
+    def prepare(self) -> None:
+        """See `Engine.prepare`."""
+        self.launches()
+
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
         """Enqueues as `enqueue` does; `before_layer` is called before each layer's work is enqueued, and can let that
         wait."""
