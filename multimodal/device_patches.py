@@ -83,6 +83,7 @@ class DevicePatches:
         """Let go of all memory."""
         self._tables.clear()
         self._buffers.clear()
+        self._staged, self._copying = np.empty(0, np.uint8), None
 
     def _upload(self, pixels: Array, frame: np.ndarray) -> None:
         """Set `pixels` [H, W, 3] from a frame. From memory that is not pinned the host might wait for what runs."""
