@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from edgellm.engines.formats.strict_formats import parsed_json
 from edgellm.structure.schema_keywords import TYPES, allowed_types, kind_of
 from edgellm.structure.steps import folded
 
@@ -24,15 +25,6 @@ def json_text(value: Any) -> str:
     """A value as JSON. Half of a surrogate pair stays an escape: as a character it could not be sent as UTF-8."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def parsed_json(text: str) -> Any:
-    """The value of JSON text; ValueError or RecursionError for what is none, NaN and infinity among it."""
-    return json.loads(text, parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def is_object(text: str) -> bool:
