@@ -140,6 +140,11 @@ def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> 
     return rules
 
 
+#: The names that arguments may have in formats that write them one by one, and how errors say it.
+_PYTHON_NAME = r"[^\W\d]\w*", "of letters, digits and _"
+_TAG_NAME = r"[^<>\n]+", "without <, > and line ends"
+
+
 def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
     """Rules of arguments that are written one by one. Raises RequestError for what they cannot say."""
     is_python = tool_format.body == "python"
@@ -148,22 +153,22 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
         value = f"value_{number}: {json_rule({}, {}, size)}"
         return [f'args_{number}: (any_{number} (", " any_{number})*)?', some, value]
     if _is_open(schema):
-        some = f"args_{number}: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
+        some = f"args_{number}: (/<parameter={_TAG_NAME[0]}>\\n/ TEXT_{number})*"
         return [some, _tagged_text(f"TEXT_{number}", {})]
     parts = _parts(schema)
     rules = [f"args_{number}: from_{number}_0", *_listed(number, parts, '", "' if is_python else "")]
     for place, (key, each, _) in enumerate(parts):
         value, what = f"value_{number}_{place}", f"the tool {name} has the argument {key!r}"
         rules.append(f"arg_{number}_{place}: {_text(tool_format.around_argument(key)[0])} {value}")
-        if not is_python:
-            rules += _tagged_value(value, what, each, schema, size)
-        elif re.fullmatch(r"[^\W\d]\w*", key):
+        form, expected = _PYTHON_NAME if is_python else _TAG_NAME
+        if not re.fullmatch(form, key):
+            raise RequestError(f"{what}, which the format of this model cannot write: expected a name {expected}")
+        if is_python:
             plain = each if isinstance(each, dict) else {}
             own = _PYTHON_WORDS.get(str(plain["type"])) if set(plain) == {"type"} else None
             rules.append(f"{value}: {own or json_rule(plain, schema, size)}")
         else:
-            expected = "expected a name of letters, digits and _"
-            raise RequestError(f"{what}, which the format of this model cannot write: {expected}")
+            rules += _tagged_value(value, what, each, schema, size)
     return rules
 
 

@@ -141,6 +141,15 @@ def test_text_that_tags_cannot_keep_is_refused_by_name(schema: Any, error: str) 
         grammar_of("qwen3_coder", tool({"at": schema}))
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("qwen3_coder", key) for key in ("", "a>b", "<x>", "a\nb", "</parameter>")] + [("lfm2", "a-b"), ("pythonic", "1")],
+)
+def test_names_of_arguments_that_would_be_read_as_others_are_refused(name: str, key: str) -> None:
+    with pytest.raises(RequestError, match="the tool look has the argument .*cannot write: expected a name "):
+        grammar_of(name, tool({key: {"type": "integer"}}))
+
+
 @pytest.mark.parametrize("parameters", [{"type": "object"}, {"type": "object", "additionalProperties": True}])
 @pytest.mark.parametrize("strict", [None, False])
 def test_a_function_without_a_schema_takes_any_arguments(parameters: dict[str, Any], strict: bool | None) -> None:
