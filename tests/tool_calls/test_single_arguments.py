@@ -146,7 +146,7 @@ def test_text_that_tags_cannot_keep_is_refused_by_name(schema: Any, error: str) 
     [("qwen3_coder", key) for key in ("", "a>b", "<x>", "a\nb", "</parameter>")] + [("lfm2", "a-b"), ("pythonic", "1")],
 )
 def test_names_of_arguments_that_would_be_read_as_others_are_refused(name: str, key: str) -> None:
-    with pytest.raises(RequestError, match="the tool look has the argument .*cannot write: expected a name "):
+    with pytest.raises(RequestError, match=r"the tool look has the argument .*cannot write: expected a name "):
         grammar_of(name, tool({key: {"type": "integer"}}))
 
 
