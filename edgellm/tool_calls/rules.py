@@ -106,14 +106,15 @@ def json_rule(schema: Any, root: dict[str, Any], size: Steps) -> str:
 
 
 def _parts(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Each argument's name, schema and whether it is required.
+    """Each argument's name, schema and whether it is required: of those that are named, none where `properties` is
+    empty, as tools without arguments have it.
 
     Raises RequestError for what cannot be said of arguments that are written one by one.
     """
     others = set(schema) - {"type", "properties", "required", "additionalProperties", "$defs"}
     properties, required = schema.get("properties", {}), schema.get("required", ())
     unknown = [name for name in required if name not in properties]
-    if others or unknown or (not properties and schema.get("additionalProperties") is not False):
+    if others or unknown or ("properties" not in schema and schema.get("additionalProperties") is not False):
         found = f"has {sorted(others)[0]} beside properties" if others else "leaves arguments open"
         found = f"requires {unknown[0]!r}, which is not among the properties" if unknown else found
         raise RequestError(
@@ -125,8 +126,10 @@ def _parts(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
 
 
 def _is_open(schema: dict[str, Any]) -> bool:
-    """Whether arguments may have any names and values."""
-    return set(schema) <= {"type", "additionalProperties"} and schema.get("additionalProperties", True) is True
+    """Whether arguments may have any names and values, where none are named."""
+    is_bare = set(schema) <= {"type", "additionalProperties", "properties", "required"}
+    named = schema.get("properties") or schema.get("required")
+    return is_bare and not named and schema.get("additionalProperties", "properties" not in schema) in (True, {})
 
 
 def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> list[str]:
