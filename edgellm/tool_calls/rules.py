@@ -14,11 +14,11 @@ from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure.description import Structure, json_options
 from edgellm.structure.reasoning import LateRules
-from edgellm.structure.schema_keywords import kind_of, named_values
+from edgellm.structure.schema_keywords import kind_of, named_values, whole_text
 from edgellm.structure.steps import Steps
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import ARGUMENT_END, ToolFormat
-from edgellm.tool_calls.values import all_kinds, json_text, referred
+from edgellm.tool_calls.values import all_kinds, referred, spelled
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
@@ -175,6 +175,8 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
     return rules
 
 
+#: What is said of text alone.
+_OF_TEXT = ("minLength", "maxLength", "pattern")
 _TAG_END = f"\n{ARGUMENT_END}\n"
 #: The values of types that have few, and how Python writes them.
 _FEW: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
@@ -192,15 +194,15 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
         named = _FEW.get(each["type"]) if is_plain else named_values(each)
         if named is not None and set(each) <= {"type", "enum", "const"}:
             valid = [one for one in named if kind_of(one) in kinds]
-            written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in _spelled(one)]
-        elif not each or (kinds == {"string"} and set(each) <= {"type", "minLength", "maxLength"}):
+            written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in spelled(one)]
+        elif (not each or (kinds == {"string"} and set(each) <= {"type", *_OF_TEXT})) and _text_form(each):
             rules.append(_tagged_text(f"{value.upper()}_{place}", each))
             written.append(f"{value.upper()}_{place}")
         elif "string" in kinds or (is_text and not is_plain):
             found = "text of a form" if "string" in kinds else "text, or something of a form,"
             raise RequestError(
-                f"{what} with {found} which cannot be enforced in the format of this model: leave pattern, format and "
-                "alternatives with bounds out, or use an enum"
+                f"{what} with {found} which cannot be enforced in the format of this model: say it by one pattern, or "
+                "format, without anchors within it, use an enum, or leave alternatives with bounds out"
             )
         else:
             rules.append(f"json_{value}_{place}: {json_rule(each, root, size)}")
@@ -211,11 +213,17 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
 
 
 def _tagged_text(name: str, schema: dict[str, Any]) -> str:
-    """The terminal of any text of a length, with the tag that ends it, in which there is no other end of a text."""
+    """The terminal of any text of a length and form, with the tag that ends it, in which there is no other end of a
+    text."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    length = "*" if not least and most == "" else f"{{{least},{most}}}"
+    length = "" if not least and most == "" else rf"/(?s:.{{{least},{most}}})\n<\/parameter>\n/ & "
     ends = r"<\/parameter>(?s:.*)<\/parameter>|<parameter=|<\/function>\s*<\/tool_call>"
-    return rf"{name}: /(?s:.{length})\n<\/parameter>\n/ & ~/(?s:.*)({ends})(?s:.*)/"
+    return rf"{name}: {length}/{_text_form(schema)}\n<\/parameter>\n/ & ~/(?s:.*)({ends})(?s:.*)/"
+
+
+def _text_form(schema: dict[str, Any]) -> str | None:
+    """The expression of the texts that a schema's pattern allows; None where tags cannot keep it."""
+    return whole_text(schema["pattern"]) if "pattern" in schema else "(?s:.*)"
 
 
 def _alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
@@ -235,20 +243,12 @@ def _alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
         elif set(each) in ({"anyOf"}, {"oneOf"}):
             waiting += reversed(next(iter(each.values())))
         elif isinstance(each.get("type"), list) and named_values(each) is None:
-            lengths = {"minLength", "maxLength"}
             for kind in each["type"]:
-                found.append({key: kept for key, kept in each.items() if kind == "string" or key not in lengths})
+                found.append({key: kept for key, kept in each.items() if kind == "string" or key not in _OF_TEXT})
                 found[-1]["type"] = kind
         else:
             found.append(each)
     return found
-
-
-def _spelled(value: Any) -> tuple[str, ...]:
-    """How a value may be written between tags."""
-    if value is None or isinstance(value, bool):
-        return ("null", "None") if value is None else (json.dumps(value), str(value))
-    return (value if isinstance(value, str) else json_text(value),)
 
 
 class RulesOfCall(LateRules):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from edgellm.engines.formats.strict_formats import parsed_json
-from edgellm.structure.schema_keywords import TYPES, allowed_types, kind_of
+from edgellm.structure.schema_keywords import TYPES, allowed_types, kind_of, named_values
 from edgellm.structure.steps import folded
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -103,12 +103,23 @@ def referred(reference: str, root: dict[str, Any]) -> Any:
     return root if reference == "#" else root["$defs"][reference.removeprefix("#/$defs/")]
 
 
+def spelled(value: Any) -> tuple[str, ...]:
+    """How a value may be written between tags."""
+    if value is None or isinstance(value, bool):
+        return ("null", "None") if value is None else (json.dumps(value), str(value))
+    return (value if isinstance(value, str) else json_text(value),)
+
+
 def typed_text(text: str, schema: Any, root: Any) -> str:
     """A value that stands as text between tags, as JSON: of a type that the schema allows where there is one, and text
     where nothing else fits. Beside JSON itself, literals of Python count, as templates write true, false and null."""
     (kinds,) = all_kinds([schema], root)
     if kinds == {"string"}:
         return json_text(text)
+    named = named_values(schema) if isinstance(schema, dict) else None
+    for value in named or ():
+        if text in spelled(value):  # a text may look like a number that is not among them
+            return json_text(value)
     is_list = text.lstrip()[:1] in ("[", "{") and "\\" not in text  # before some letters Python warns of a backslash
     try:
         found = python_json(text) if is_list or text in ("True", "False", "None") else text.strip()

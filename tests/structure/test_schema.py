@@ -336,6 +336,21 @@ READ = {
         ['"/a?b#c"', '"../x"', '"http://a.b/c"'],
         ['"a b"', '"%z"'],
     ),
+    "URIs": (
+        {"type": "string", "format": "uri"},
+        ['"urn:isbn:1"', '"https://a:b@c.d:80/e?f=/#g"', '"http://[::1]/"', '"mailto:a@b.c"'],
+        ['"//a/b"', '"a b:c"', '"1a:b"', '"http://[::g]/"'],
+    ),
+    "durations": (
+        {"type": "string", "format": "duration"},
+        ['"P1Y2M3DT4H5M6S"', '"PT10M"', '"P2W"', '"P1DT12H"'],
+        ['"P"', '"PT"', '"P1Y1D"', '"P1W1D"', '"P1.5D"'],
+    ),
+    "addresses of mail": (
+        {"type": "string", "format": "email"},
+        ['"o\'neil+a@b-c.d"', '"a@localhost"'],
+        ['"a..b@c"', '"a@-b"', '"a@b@c"', '".a@b"'],
+    ),
 }
 
 
