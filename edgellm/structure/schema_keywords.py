@@ -179,9 +179,21 @@ def _required(value: Any, here: str) -> list[str]:
     return list(dict.fromkeys(value))
 
 
+#: Patterns with look-ahead that generators of schemas write, zod's of "email" and pydantic's of Decimal, and the same
+#: without it.
+_WRITTEN = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
+    ),
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+}
+
+
 def check_pattern(pattern: Any, here: str) -> str:
-    """Refuse what means something else elsewhere: JSON Schema's patterns are JavaScript's, masks have Rust's."""
+    """A pattern as masks take it. What means something else elsewhere is refused: JSON Schema's patterns are
+    JavaScript's, masks have Rust's."""
     require_valid(isinstance(pattern, str), here, pattern, "a regular expression")
+    pattern = _WRITTEN.get(pattern, pattern)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nested sets and the like

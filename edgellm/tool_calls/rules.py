@@ -195,14 +195,16 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
         if named is not None and set(each) <= {"type", "enum", "const"}:
             valid = [one for one in named if kind_of(one) in kinds]
             written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in spelled(one)]
-        elif (not each or (kinds == {"string"} and set(each) <= {"type", *_OF_TEXT})) and _text_form(each):
+        elif not each or (
+            kinds == {"string"} and set(each) <= {"type", "allOf", *_OF_TEXT} and _text_forms(each) is not None
+        ):
             rules.append(_tagged_text(f"{value.upper()}_{place}", each))
             written.append(f"{value.upper()}_{place}")
         elif "string" in kinds or (is_text and not is_plain):
             found = "text of a form" if "string" in kinds else "text, or something of a form,"
             raise RequestError(
-                f"{what} with {found} which cannot be enforced in the format of this model: say it by one pattern, or "
-                "format, without anchors within it, use an enum, or leave alternatives with bounds out"
+                f"{what} with {found} which cannot be enforced in the format of this model: say it by patterns without "
+                "anchors within them, use an enum, or leave alternatives with bounds out"
             )
         else:
             rules.append(f"json_{value}_{place}: {json_rule(each, root, size)}")
@@ -213,17 +215,23 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
 
 
 def _tagged_text(name: str, schema: dict[str, Any]) -> str:
-    """The terminal of any text of a length and form, with the tag that ends it, in which there is no other end of a
+    """The terminal of any text of a length and forms, with the tag that ends it, in which there is no other end of a
     text."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    length = "" if not least and most == "" else rf"/(?s:.{{{least},{most}}})\n<\/parameter>\n/ & "
+    forms = [f"(?s:.{{{least},{most}}})", *(_text_forms(schema) or ())]
+    terms = " & ".join(rf"/{form}\n<\/parameter>\n/" for form in forms)
     ends = r"<\/parameter>(?s:.*)<\/parameter>|<parameter=|<\/function>\s*<\/tool_call>"
-    return rf"{name}: {length}/{_text_form(schema)}\n<\/parameter>\n/ & ~/(?s:.*)({ends})(?s:.*)/"
+    return f"{name}: {terms} & ~/(?s:.*)({ends})(?s:.*)/"
 
 
-def _text_form(schema: dict[str, Any]) -> str | None:
-    """The expression of the texts that a schema's pattern allows; None where tags cannot keep it."""
-    return whole_text(schema["pattern"]) if "pattern" in schema else "(?s:.*)"
+def _text_forms(schema: dict[str, Any]) -> list[str] | None:
+    """The expressions of the texts that a schema's patterns allow, each of them; None where tags cannot keep all that
+    it says."""
+    others = schema.get("allOf", ())
+    patterns = [part["pattern"] for part in (schema, *others) if "pattern" in part]
+    forms = [form for each in patterns if (form := whole_text(each)) is not None]
+    is_plain = set(schema) <= {"type", "allOf", *_OF_TEXT} and all(set(each) == {"pattern"} for each in others)
+    return forms if is_plain and len(forms) == len(patterns) else None
 
 
 def _alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
