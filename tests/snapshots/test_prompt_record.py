@@ -93,7 +93,7 @@ def nested(depth: int) -> str:
         ),
         (
             '{"content": "x", "template_variables": {"v": 1' + "0" * 400 + "}}",
-            "number of 1329 bits: expected at most 64",
+            "number of 1329 bits: expected at most 63 and a sign",
         ),
         ('{"content": "x", "template_variables": {"v": 1' + "0" * 5000 + "}}", "expected at most 64|not valid JSON"),
         ('{"content": "x", "tools": [' + "1," * 2_000_000 + "1]}", r"tools\[0\] is a int"),
