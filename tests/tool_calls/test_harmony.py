@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,12 @@ ANSWERS = {
     "as it is": ("", "as it is", []),
     "": ("", "", []),
     "<|channel|>analysis<|message|>cut sho": ("cut sho", "", []),
+    # Cut within a header: the reader looked at it for ever.
+    THINKS: ("We look, 1 < 2.", "", []),
+    THINKS.removesuffix("assistant"): ("We look, 1 < 2.", "", []),
+    "<|channel|>final<|message|>Yes<|start|>": ("", "Yes", []),
+    "No header<|start|>assistant": ("", "No header", []),
+    "No header <|message|>here": ("", "No header <|message|>here", []),
 }
 
 
@@ -87,6 +94,35 @@ def test_an_answer_is_read_wherever_it_is_cut(answer: str, size: int) -> None:
     deltas = reader.take_deltas()
     assert [(delta.name, delta.arguments) for delta in deltas] == [(name, arguments) for name, arguments, _ in called]
     assert (reader.error is not None) == ("fly" in answer)
+
+
+PIECES = [
+    *MARKS,
+    "assistant",
+    "analysis",
+    " to=functions.look",
+    "to=functions.fly",
+    "json",
+    "{}",
+    "text",
+    "<|",
+    " ",
+    "as",
+]
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 250))
+def test_any_marks_in_any_order_are_read_the_same_wherever_they_are_cut(first: int) -> None:
+    def read(pieces: list[str]) -> tuple[Any, ...]:
+        reader = HarmonyReader({"look": {}}, IDS)
+        said = "".join(reader.push(0, piece) for piece in pieces) + reader.finish()
+        calls = [(call.name, call.arguments, call.complete) for call in reader.calls]
+        return said, "".join(reader.thoughts), calls, reader.error
+
+    for seed in range(first, first + 250):
+        generator = random.Random(seed)
+        pieces = generator.choices(PIECES, k=generator.randrange(9))
+        assert read(pieces) == read(["".join(pieces)]) == read([*"".join(pieces)]), pieces
 
 
 @pytest.fixture(scope="module")
