@@ -15,6 +15,9 @@ from edgellm.tool_calls.rules import MOST_GRAMMAR_BYTES, RulesOfCall, json_rule,
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
 
+#: A header names the function that it calls within so many tokens.
+_LONGEST_HEADER = 64
+
 
 def harmony_constraint(choice: ToolChoice, vocabulary: GrammarVocabulary, ids: Mapping[str, int]) -> TokenConstraint:
     """The rules of an answer that calls one of the tools, behind what it may think, or may call one."""
@@ -48,7 +51,7 @@ class _FromHeader(RulesOfCall):
 
     def _began(self, token: int) -> Sequence[int] | None:
         ids, header = self._ids, []
-        for each in reversed(self._free):
+        for each in reversed(self._free[-_LONGEST_HEADER:]):
             if each in (ids[MESSAGE], ids[END]):
                 break
             header.append(each)

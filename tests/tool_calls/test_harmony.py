@@ -213,6 +213,29 @@ def test_rules_begin_in_headers_alone(directory: Path) -> None:
     assert rules.is_complete()
 
 
+def test_a_token_of_a_long_answer_takes_as_long_as_one_of_a_short_one(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    vocabulary = GrammarVocabulary.of_tokenizer(tokenizer, 320, [257, 264])
+    choice = checked_choice(checked_tools(TOOLS), "auto")
+    assert choice is not None
+
+    class Counting(dict[str, int]):
+        count = 0
+
+        def __getitem__(self, mark: str) -> int:
+            self.count += 1
+            return super().__getitem__(mark)
+
+    ids = Counting(harmony_ids(tokenizer) or {})
+    rules = harmony_constraint(choice, vocabulary, ids)
+    spent = []
+    for token in tokenizer.encode(f"<|channel|>analysis<|message|>{'so ' * 300}", add_special_tokens=False):
+        before = ids.count
+        assert rules.try_advance(token)
+        spent.append(ids.count - before)
+    assert len(spent) > 800 and max(spent[400:]) <= max(spent[:200])
+
+
 def test_a_structure_begins_in_the_final_channel(directory: Path) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     maker = RuleMaker(tokenizer, 320, [257, 264])
