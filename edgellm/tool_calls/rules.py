@@ -195,9 +195,7 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
         if named is not None and set(each) <= {"type", "enum", "const"}:
             valid = [one for one in named if kind_of(one) in kinds]
             written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in spelled(one)]
-        elif not each or (
-            kinds == {"string"} and set(each) <= {"type", "allOf", *_OF_TEXT} and _text_forms(each) is not None
-        ):
+        elif not each or (kinds == {"string"} and _text_forms(each) is not None):
             rules.append(_tagged_text(f"{value.upper()}_{place}", each))
             written.append(f"{value.upper()}_{place}")
         elif "string" in kinds or (is_text and not is_plain):

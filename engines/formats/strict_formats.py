@@ -234,15 +234,14 @@ def _finite_number(text: str) -> float:
 def parsed_json(text: str) -> Any:
     """The value of a model's JSON text, which can be sent as JSON again: a number beyond floats is the largest of them,
     half of a surrogate pair U+FFFD. ValueError or RecursionError for what is none, NaN and infinity among it."""
-    value = json.loads(text, parse_constant=_refuse_constant, parse_float=_nearest_number)
+    most = sys.float_info.max
+    value = json.loads(
+        text, parse_constant=_refuse_constant, parse_float=lambda number: max(-most, min(float(number), most))
+    )
     if "\\u" not in text:
         return value
     units = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
     return json.loads(units.decode("utf-16", "replace"))
-
-
-def _nearest_number(text: str) -> float:
-    return max(-sys.float_info.max, min(float(text), sys.float_info.max))
 
 
 def plain_values(instance: Any) -> dict[str, Any]:
