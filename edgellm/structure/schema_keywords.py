@@ -60,9 +60,9 @@ _IPV6 = "|".join(
 )
 _SAFE = r"A-Za-z0-9._~!$&'()*+,;=-"
 _PATH = rf"(?:[:@{_SAFE}]|%[0-9A-Fa-f]{{2}})"
-#: As RFC 3986 has them: the scheme of a URI and what names a host, and what follows, first a part of a path.
+#: As RFC 3986 has them, without hosts in brackets: the scheme of a URI, the host, and what follows or has no scheme.
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]*:"
-_AUTHORITY = rf"//(?:(?:[:{_SAFE}]|%[0-9A-Fa-f]{{2}})*@)?(?:\[(?:{_IPV6})\]|[A-Za-z0-9._~-]*)(?::\d*)?"
+_AUTHORITY = rf"//(?:(?:[:{_SAFE}]|%[0-9A-Fa-f]{{2}})*@)?[A-Za-z0-9._~-]*(?::\d*)?"
 _URI, _REFERENCE = (
     rf"(?:{_AUTHORITY}(?:/{_PATH}*)*|/(?:{_PATH}+(?:/{_PATH}*)*)?|{first}+(?:/{_PATH}*)*)?"
     rf"(?:\?(?:[/?]|{_PATH})*)?(?:#(?:[/?]|{_PATH})*)?"
@@ -85,7 +85,7 @@ FORMATS = {
     "uuid": "[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}",
     "uri": _SCHEME + _URI,
     "ipv6": _IPV6,
-    "uri-reference": f"{_SCHEME}{_URI}|{_REFERENCE}",
+    "uri-reference": f"(?:{_SCHEME})?{_REFERENCE}",
     "json-pointer": "(?:/(?:[^/~]|~[01])*)*",
 }
 #: The other formats of the specification. One that it does not name is an annotation.

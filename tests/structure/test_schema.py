@@ -339,8 +339,8 @@ READ = {
     ),
     "URIs": (
         {"type": "string", "format": "uri"},
-        ['"urn:isbn:1"', '"https://a:b@c.d:80/e?f=/#g"', '"http://[::1]/"', '"mailto:a@b.c"'],
-        ['"//a/b"', '"a b:c"', '"1a:b"', '"http://[::g]/"'],
+        ['"urn:isbn:1"', '"https://a:b@c.d:80/e?f=/#g"', '"mailto:a@b.c"'],
+        ['"//a/b"', '"a b:c"', '"1a:b"', '"http://[::1"'],
     ),
     "durations": (
         {"type": "string", "format": "duration"},
