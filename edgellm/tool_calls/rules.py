@@ -186,6 +186,8 @@ _PYTHON_WORDS = {kind: " | ".join(_text(str(value)) for value in values) for kin
 def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size: Steps) -> list[str]:
     """Rules of the value of one argument with the tag that ends it. RequestError, which begins with `what`, where the
     schema says more of its text than can be kept, or text could be taken for something else that is not allowed."""
+    from edgellm.structure.grammar import byte_vocabulary
+
     alternatives, rules, written = _alternatives(schema, root), [], []
     all_of_them = all_kinds(alternatives, root)
     is_text = any("string" in kinds for kinds in all_of_them)
@@ -198,6 +200,8 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
         elif not each or (kinds == {"string"} and _text_forms(each) is not None):
             rules.append(_tagged_text(f"{value.upper()}_{place}", each))
             written.append(f"{value.upper()}_{place}")
+            if len(each) > 2:  # what is said of a text may leave none
+                byte_vocabulary().compiled(f"start: {written[-1]}\n{rules[-1]}", f"{what}, whose text")
         elif "string" in kinds or (is_text and not is_plain):
             found = "text of a form" if "string" in kinds else "text, or something of a form,"
             raise RequestError(

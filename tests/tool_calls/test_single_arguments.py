@@ -145,6 +145,7 @@ def test_other_values_between_tags_are_not_allowed(kept: str, text: str) -> None
         ({"type": "string", "pattern": r"^[\D]$"}, "text of a form"),
         ({"type": "string", "format": "date", "pattern": "^2|^3"}, "text of a form"),
         ({"type": "string", "allOf": [{"maxLength": 3}]}, "text of a form"),
+        ({"type": "string", "format": "uuid", "maxLength": 20}, "whose text cannot be begun"),
         ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, "text, or something of a form"),
         ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/point"}]}, "text, or something of a form"),
         ({"type": "string", "enum": [1]}, "which nothing can be"),
