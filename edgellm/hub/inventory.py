@@ -100,12 +100,12 @@ def existing_directory(model: str | Path) -> Path:
 
 
 def remember_built(path: Path) -> None:
-    """Note that an engine directory was built there, for `models`; where the cache cannot be written it is not."""
-    known = [str(each) for each in built_directories()]
-    with suppress(OSError):
-        place = user_cache_directory() / "models" / _BUILT_NAME
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(place, json.dumps(list(dict.fromkeys([*known, str(path.absolute())])), indent=1).encode())
+    """Note that an engine directory was built there, for `models`, and so that `remove` leaves what it links to; where
+    the cache cannot be written it is not."""
+    place = user_cache_directory() / "models" / _BUILT_NAME
+    with locked(place.parent), suppress(OSError):  # what builds at the same time is not forgotten
+        known = map(str, [*built_directories(), path.absolute()])
+        write_atomically(place, json.dumps(list(dict.fromkeys(known)), indent=1).encode())
 
 
 def built_directories() -> list[Path]:
@@ -225,6 +225,9 @@ def _remove_downloads(chosen: list[Download], kept: tuple[Download, ...], remova
         linked = {path.resolve() for path in (download.storage / "snapshots").rglob("*") if path.is_symlink()}
         for file, found in download.files.items():
             blob = download.blob(file)
+            if found.blob and found.digest:  # what downloads left that were killed
+                for part in blob.parent.glob(f"{found.digest}*.incomplete"):
+                    removal.unlink(part)
             if not found.blob or not blob.is_file() or blob.resolve() in linked:
                 continue
             if blob.resolve() in needed:

@@ -53,7 +53,7 @@ class NumpyRanks(NumpyBackend):
         self._threads.shutdown()
 
     def _run(self, steps: Sequence[Callable[[], None]]) -> None:
-        """Run the steps of all ranks. Raises EngineError that names a rank which has failed, now or before."""
+        """Run the steps of all ranks. Raises DeviceLostError that names a rank which has failed, now or before."""
         self._exchange.check()
 
         def run(rank: int) -> None:

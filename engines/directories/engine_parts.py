@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOCABULARY_FILE
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOCABULARY_FILE, is_shard_name
 from edgellm.engines.families.embedding import POOLING_FILE
 from edgellm.engines.formats.digests import SECTION_BYTES, FileDigest
 from edgellm.engines.formats.strict_formats import JSONObject, as_json
@@ -362,7 +362,7 @@ def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
     """Digests by name."""
     files = {}
     for name in values.values:
-        if not (_FILE_NAME.fullmatch(name) or is_template_name(name) or name == POOLING_FILE):
+        if not (_FILE_NAME.fullmatch(name) or is_shard_name(name) or is_template_name(name) or name == POOLING_FILE):
             raise values.error(f"{name!r} is not a plain file name")
         entry = values.object(name)
         entry.refuse_other_keys("sha256", "size", "section")

@@ -124,6 +124,7 @@ class BaseEngineRunner(PrefillingRunner):
         #: What decode steps run.
         self.steps = CapturedSteps(backend)
         self._stages: dict[Hashable, Stages] = {}
+        self._prepared: set[int] = set()
         self._decode_shapes: dict[tuple[int, bool], EngineShape] = {}
         self.lengths, self.left = [0] * limits.max_batch, [0] * limits.max_batch
 
