@@ -38,7 +38,7 @@ def _grammar(choice: ToolChoice, ids: Mapping[str, int]) -> list[str]:
         rules += [f"call_{number}: {literal(name, ids)} behind args_{number}"]
         rules.append(f"args_{number}: {json_rule(schema, {}, size)}")
     channel, constrain, message = (literal(mark, ids) for mark in (CHANNEL, CONSTRAIN, MESSAGE))
-    behind = f'({channel} "commentary")? (" "? {constrain}? "json")? {message}'
+    behind = f'({channel} "commentary")? (" "? {constrain} "json" | " json")? {message}'  # apart from the name
     return [f"named: {' | '.join(names)}", f"behind: {behind}", *rules]
 
 

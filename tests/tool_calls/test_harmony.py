@@ -206,6 +206,11 @@ def test_rules_begin_in_headers_alone(directory: Path) -> None:
     for free in ("<|channel|>analysis<|message|>to=functions.", "<|channel|>final<|message|>", ""):
         rules, allowed = fed(free)
         assert len(allowed) == 320 and rules.is_complete()
+    named = "<|channel|>commentary to=functions.look"
+    behind = {tokenizer.encode(text, add_special_tokens=False)[0] for text in (" ", *MARKS[2:5])}
+    assert fed(named)[1] == behind  # no "json", with which the name would be another
+    for more in (" <|constrain|>json", "<|constrain|>json", " json", "<|channel|>commentary json", ""):
+        assert len(fed(f"{named}{more}<|message|>{{")[1]) == 1, more
     rules, allowed = fed('<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "')
     assert allowed == {tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "cp"}
     rules.rollback(len("at") + 6)
