@@ -27,6 +27,8 @@ class HarmonyReader(ReadCalls):
     """Reads one answer: `push` and `finish` return what the model says, `thoughts` are pieces of what it thinks, and
     calls come from `take_deltas`. See `edgellm.tool_calls.reader.ToolReader`."""
 
+    hides_text = True
+
     def __init__(self, schemas: Mapping[str, Any], ids: Mapping[str, int], in_text: bool = False) -> None:
         """With `in_text` the answer goes on with what the model says."""
         super().__init__(schemas)

@@ -182,6 +182,21 @@ def test_thoughts_are_apart_in_http_and_hidden_in_text(directory: Path) -> None:
     assert len(thinking) > 10 and max(thinking) < min(place for place, piece in enumerate(pieces) if piece.content)
 
 
+@pytest.mark.parametrize("stops", [["table"], ["We look", "channel", "analysis", "table"], ["\n", "able."]])
+def test_stop_strings_are_looked_for_in_what_is_said(directory: Path, stops: list[str]) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    channels = HarmonyReader({}, harmony_ids(tokenizer) or {})
+    answer = OutputText(tokenizer.detokenizer(shown_ids=channels.shown_ids), stops, (), [257], 300, channels)
+    for token in tokenizer.encode(
+        f"{THINKS.replace('1', chr(10))}<|channel|>final<|message|>On the table.", add_special_tokens=False
+    ):
+        if answer.finish_reason is None:
+            answer.push(token)
+    assert answer.finish_reason == "stop_string" and answer.stop_match == stops[-1]
+    assert answer.text == f"On the {'t' if stops[-1] == 'able.' else ''}"
+    assert "".join(channels.thoughts) == "We look, \n < 2."
+
+
 def test_rules_begin_in_headers_alone(directory: Path) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     ids = harmony_ids(tokenizer)
