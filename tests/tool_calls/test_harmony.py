@@ -256,14 +256,15 @@ def test_a_token_of_a_long_answer_takes_as_long_as_one_of_a_short_one(directory:
     assert len(spent) > 800 and max(spent[400:]) <= max(spent[:200])
 
 
-def test_a_structure_begins_in_the_final_channel(directory: Path) -> None:
+@pytest.mark.parametrize("form", ["", " <|constrain|>json", "<|constrain|>shopping_list"])
+def test_a_structure_begins_in_the_final_channel(directory: Path, form: str) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     maker = RuleMaker(tokenizer, 320, [257, 264])
     prompt = tokenizer.encode_chat(ASKED)
     rules = maker.rules(SamplingParams(structure=Structure(json={"enum": ["ab"]})), prompt)
     assert rules is not None
     row = np.zeros(mask_words(320), np.int32)
-    for token in tokenizer.encode(f"{THINKS}<|channel|>final<|message|>", add_special_tokens=False):
+    for token in tokenizer.encode(f"{THINKS}<|channel|>final{form}<|message|>", add_special_tokens=False):
         rules.constraint.fill_mask(row)
         assert (row == -1).all() and not rules.constraint.is_complete()
         assert rules.constraint.try_advance(token)
