@@ -14,8 +14,6 @@ from edgellm.engines.errors import AudioError
 from edgellm.kernels.errors import shown
 from edgellm.multimodal.sources import check_bytes, file_bytes
 
-#: A path, the bytes of a file, or samples [N] or [N, channels] with their rate in Hz.
-AudioSource = str | Path | bytes | tuple[np.ndarray, int]
 RATES = range(1000, 768_001)
 #: What a file may have before it is decoded, of which few bytes of FLAC may promise more.
 SOURCE_SAMPLES = 64_000_000
@@ -28,13 +26,9 @@ _EXTENSIBLE = 0xFFFE
 _ZEROS, _CUTOFF, _BETA, _PHASES = 32, 0.945, 9.0, 256
 
 
-def read_audio(source: AudioSource, rate: int, most_seconds: float) -> np.ndarray:
-    """The sound of a source as float32 samples [N] from -1 to 1 at `rate` Hz (see `heard`)."""
-    samples, own = heard(source, most_seconds)
-    return resampled(samples, own, rate)
-
-
-def heard(source: AudioSource, most_seconds: float = math.inf) -> tuple[np.ndarray, int]:
+def heard(
+    source: str | Path | bytes | tuple[np.ndarray, int], most_seconds: float = math.inf
+) -> tuple[np.ndarray, int]:
     """The sound of a source as float32 samples [N] from -1 to 1, channels averaged, and their rate in Hz.
 
     `source` is a path or the bytes of a file (WAV; what else the package soundfile reads, where it is installed), or
@@ -79,8 +73,7 @@ def resampled(samples: np.ndarray, rate: int, target: int) -> np.ndarray:
 
 
 def resampling(rate: int, target: int) -> tuple[int, int, int]:
-    """`up` and `down`: so many samples at the `target` stand for so many; and how many to either side one follows
-    from."""
+    """So many samples at the `target` stand for so many, and one follows from so many to either side."""
     divisor = math.gcd(rate, target)
     reach = 0 if rate == target else math.ceil(_ZEROS / (_CUTOFF * min(1.0, target / rate)))
     return target // divisor, rate // divisor, reach

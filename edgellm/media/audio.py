@@ -21,8 +21,8 @@ from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.errors import AudioError
 from edgellm.kernels.arrays import Array
 from edgellm.metrics import Metrics
-from edgellm.multimodal.audio_input import read_audio as read_samples
-from edgellm.multimodal.log_mel import GrowingSound, PreparedAudio, prepare_audio, read_mel_config
+from edgellm.multimodal.audio_input import heard
+from edgellm.multimodal.log_mel import PreparedAudio, Sound, read_mel_config
 from edgellm.multimodal.sources import source_of_url
 from edgellm.text.messages import MediaReference
 
@@ -65,9 +65,8 @@ class AudioEncoder:
     def prepare(self, reference: MediaReference) -> PreparedAudio:
         with at_place(reference.name, AudioError):
             source = source_of_url(str(reference.source), "audio") if reference.is_url else reference.source
-            if isinstance(source, GrowingSound):
-                return source.prepared(self.mel, self.config)
-            return prepare_audio(read_samples(source, self.mel.rate, self._most_seconds), self.mel, self.config)
+            sound = source if isinstance(source, Sound) else Sound(*reversed(heard(source, self._most_seconds)))
+            return sound.prepared(self.mel, self.config)
 
     def written(self, piece: PreparedAudio, number: int) -> list[int]:
         before, behind = self.config.around

@@ -108,17 +108,13 @@ class PrefillingRunner(AdaptedRunner):
     def prepare_prompt(self) -> bool:
         """Prepare the launches of prompts of a number of tokens, in the first slot, for which the first such prompt
         would wait; False where all are prepared. No prompt may be under way."""
-        limits, step = self.limits, self.backend.prompt_step
-        if not self.backend.fixed_shapes:
+        limits, step = self.limits, self.backend.prompt_step or self.limits.prefill_chunk
+        sizes = {*limits.prefill_chunks, *range(3 * step, limits.prefill_chunk, step)} - self._prepared
+        if not self.backend.fixed_shapes or not sizes:
             return False
-        free = range(step, limits.prefill_chunk, step) if step else ()
-        sizes = {*limits.prefill_chunks, *(size for size in free if _is_free(step, size))}
-        for size in sorted(sizes - self._prepared):
-            self._prepared.add(size)
-            engine = self._engine(limits.base_shape("prefill", 1, size, limits.key_ranges[-1]), slice(0, 1))
-            getattr(engine, "launches", list)()
-            return True
-        return False
+        self._prepared.add(size := min(sizes))
+        self._engine(limits.base_shape("prefill", 1, size, limits.key_ranges[-1]), slice(0, 1)).prepare()
+        return True
 
     def last_hidden_state(self, slot: int, token_ids: Sequence[int]) -> np.ndarray:
         """Float32 [H]: what an embedding model puts out behind the final norm for the last token of a text [N].

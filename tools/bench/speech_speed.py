@@ -42,7 +42,7 @@ from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
 from edgellm.media.audio import AudioEncoder
-from edgellm.multimodal.log_mel import log_mel
+from edgellm.multimodal.log_mel import Sound
 from edgellm.speech_stream import SpeechStream
 
 RATE, TOKENS_A_SECOND, STEP, UNFIXED, PAUSE = 16000, 3, 0.5, 5, 2.0
@@ -143,7 +143,7 @@ def features_seconds(llm: LLM, seconds: float, seed: int) -> float:
     encoder: Any = llm._runtime._media.by_name["audio"]
     encoder = encoder if isinstance(encoder, AudioEncoder) else encoder.opened()
     samples, began = noise(seconds, seed), time.perf_counter()
-    log_mel(samples, encoder.mel)
+    Sound(RATE, samples).prepared(encoder.mel, encoder.config)
     return time.perf_counter() - began
 
 
