@@ -21,6 +21,9 @@ GENERATION_CONFIG = "generation_config.json"
 #: What `GENERATION_CONFIG` may say of sampling.
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
+#: What else it may say of answers, each with what asks for nothing.
+_UNREAD = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "num_beams": 1, "typical_p": 1.0}
+
 
 class ModelDefaults:
     """The defaults of the model in an engine directory.
@@ -38,18 +41,28 @@ class ModelDefaults:
 
     @cached_property
     def params(self) -> SamplingParams:
-        """The sampling that `generation_config.json` recommends where it asks for sampling (`do_sample`), else greedy.
+        """The sampling that `generation_config.json` recommends where it asks for sampling (`do_sample`), else greedy,
+        with its `repetition_penalty` either way, as in transformers.
 
         The file is read when this is first asked for: answers that do not use it need no valid one. Raises
         EngineDirectoryError that names the file and the wrong value.
         """
         path = self._directory / GENERATION_CONFIG
         published = read_json_object(path)
-        if published.get("do_sample") is not True:
-            return SamplingParams()
-        found = {key: published[key] for key in SAMPLING_KEYS if published.get(key) is not None}
+        is_drawn = published.get("do_sample") is True
+        keys = SAMPLING_KEYS if is_drawn else ("repetition_penalty",)
+        found = {key: published[key] for key in keys if published.get(key) is not None}
         with at_place(str(path), RequestError, EngineDirectoryError):
-            return SamplingParams(**{"temperature": 1.0} | {key: checked_value(key, found[key]) for key in found})
+            checked = {key: checked_value(key, value) for key, value in found.items()}
+            return SamplingParams(**({"temperature": 1.0} if is_drawn else {}) | checked)
+
+    @property
+    def unread(self) -> list[str]:
+        """The keys of `generation_config.json` that change answers in transformers, and none here."""
+        published = read_json_object(self._directory / GENERATION_CONFIG)
+        keys = [key for key, neutral in _UNREAD.items() if (published.get(key) or neutral) != neutral]
+        has_phrases = any(len(ids) > 1 for ids in published.get("bad_words_ids") or [])
+        return [*keys, *(["bad_words_ids of several tokens"] if has_phrases else [])]
 
     @cached_property
     def suppressed_tokens(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import runpy
 import sys
 import threading
@@ -332,3 +333,37 @@ def test_a_watch_may_be_awaited() -> None:
                 assert await anext(other, None) is None and not camera.closed
 
     asyncio.run(run())
+
+
+def test_a_closed_camera_lets_its_source_go() -> None:
+    """A device that stayed open could not be opened again while the closed camera is still held."""
+    released = threading.Event()
+
+    def device() -> Iterator[np.ndarray]:
+        try:
+            while True:
+                yield np.zeros((2, 2, 3), np.uint8)
+        finally:
+            released.set()
+
+    camera = Camera(device(), rate=np.float32(1000))
+    camera.wait(lambda: camera.frames > 1 or camera.ended)
+    camera.close()
+    camera.raise_failure()
+    assert released.is_set() and camera.frames > 1
+
+
+@pytest.mark.parametrize("wrong", [("now", 1), (math.nan, 1), (math.inf, 1), (time.time(), 1), (1.0,), (1, 2, 3, 4)])
+def test_frames_with_times_of_another_clock_are_refused(wrong: tuple[object, ...]) -> None:
+    with Camera([wrong]) as camera:
+        camera.wait(lambda: camera.ended, timeout=5)
+        with pytest.raises(ImageError, match=r"frame 0 of the source .* seconds of time.perf_counter\(\)"):
+            camera.raise_failure()
+
+
+def test_times_that_go_back_and_numpys_are_taken() -> None:
+    now = np.float32(time.perf_counter() - 2000)
+    with Camera([(now, 1), (now - 1, 2, "about"), (None, 3)]) as camera:
+        camera.wait(lambda: camera.ended, timeout=5)
+        camera.raise_failure()
+        assert camera.frames == 3 and camera.frame is not None and camera.frame.taken > now
