@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -367,3 +368,33 @@ def test_times_that_go_back_and_numpys_are_taken() -> None:
         camera.wait(lambda: camera.ended, timeout=5)
         camera.raise_failure()
         assert camera.frames == 3 and camera.frame is not None and camera.frame.taken > now
+
+
+def test_a_clock_that_goes_back_ends_no_watch(llm: LLM) -> None:
+    gates = [threading.Event() for _ in range(3)]
+
+    def source() -> Iterator[tuple[float, np.ndarray]]:
+        now = time.perf_counter()
+        for number, gate in enumerate(gates):
+            gate.wait(10)
+            yield now - number, scene("toys")
+
+    with Camera(source()) as camera, llm.watch(camera, BOAT, max_tokens=1) as watch:
+        for number, gate in enumerate(gates):
+            gate.set()
+            assert next(watch).frame.number == number
+        assert next(watch, None) is None
+
+
+def test_a_watch_goes_on_behind_a_damaged_frame(llm: LLM) -> None:
+    frames: SimpleQueue[object] = SimpleQueue()
+    with Camera(iter(frames.get, None)) as camera, llm.watch(camera, BOAT, max_tokens=1) as watch:
+        for number, image in enumerate((b"damaged", scene("toys"), b"damaged", scene("study"))):
+            frames.put((None, image))
+            if isinstance(image, bytes):
+                with pytest.raises(ImageError, match="is not an image"):
+                    next(watch)
+            else:
+                assert next(watch).frame.number == number
+        frames.put(None)
+        assert next(watch, None) is None
