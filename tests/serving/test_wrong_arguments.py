@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm import LLM, Request, RequestError, SamplingParams
+from edgellm import LLM, EdgeLLMError, Request, RequestError, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -56,11 +58,14 @@ def test_options_of_a_model(serving_engines: Path, options: dict[str, Any], mess
         (lambda llm: llm.use_drafting("fast"), "drafting is 'fast': expected DraftingConfig(...), or None"),
         (lambda llm: llm.cache_system_prompt(None), "the system prompt is a NoneType: expected text, or a list"),
         (lambda llm: llm.submit("hello"), "a request is a str: expected Request(...)"),
+        (pickle.dumps, "a model is of the process that opened it, and is not pickled or copied"),
+        (copy.deepcopy, "a model is of the process that opened it, and is not pickled or copied"),
+        (lambda llm: pickle.dumps(llm.create_session()), "a model is of the process that opened it"),
         (lambda llm: llm.generate("x", deadline="1"), "deadline is '1': expected a finite number of seconds"),
     ],
 )
 def test_what_is_asked_of_it(served: LLM, ask: Callable[[LLM], object], message: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(EdgeLLMError) as caught:
         ask(served)
     assert message in str(caught.value)
 
