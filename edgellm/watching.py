@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import numpy as np
 from PIL import Image
@@ -117,6 +118,8 @@ class Watch(Closing, Iterator[WatchedAnswer]):
         self._shown = -1, np.empty(0, np.uint8)
         self._closed, self._owns = False, not isinstance(stream, Camera)
         self.camera = Camera(stream) if self._owns else stream
+        if self._owns:  # else a loop that was left would keep a device for ever
+            finalize(self, self.camera.stop).atexit = False
 
     def close(self) -> None:
         """End this, and an answer under way; close the stream, unless it was a `Camera`, whose closing ends this, too.

@@ -84,10 +84,14 @@ class Camera(Closing):
         if self._failure is not None:
             raise self._failure
 
-    def close(self) -> None:
-        """Take no more frames."""
+    def stop(self) -> None:
+        """As `close`, but does not wait for a source that is in the middle of a frame."""
         self.ended = self.closed = True
         self.wake()
+
+    def close(self) -> None:
+        """Take no more frames."""
+        self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSING_SECONDS)  # a source that waits for its device for longer is left alone
 

@@ -398,3 +398,20 @@ def test_a_watch_goes_on_behind_a_damaged_frame(llm: LLM) -> None:
                 assert next(watch).frame.number == number
         frames.put(None)
         assert next(watch, None) is None
+
+
+def test_a_loop_that_was_left_lets_its_source_go(llm: LLM) -> None:
+    released = threading.Event()
+
+    def device() -> Iterator[np.ndarray]:
+        try:
+            while True:
+                time.sleep(0.002)
+                yield scene("toys")
+        finally:
+            released.set()
+
+    for _ in llm.watch(device(), BOAT, max_tokens=1):
+        break
+    gc.collect()
+    assert released.wait(5)
