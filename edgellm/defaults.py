@@ -18,11 +18,8 @@ from edgellm.text.tokenizer import read_json_object
 SYSTEM_PROMPT = "system_prompt.txt"
 IMAGE_SYSTEM_PROMPT = "system_prompt_image.txt"
 GENERATION_CONFIG = "generation_config.json"
-#: What `GENERATION_CONFIG` may say of sampling.
+#: What `GENERATION_CONFIG` may say of sampling; the last of greedy answers, too.
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-#: What else it may say of answers, each with what asks for nothing.
-_UNREAD = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "num_beams": 1, "typical_p": 1.0}
 
 
 class ModelDefaults:
@@ -50,19 +47,18 @@ class ModelDefaults:
         path = self._directory / GENERATION_CONFIG
         published = read_json_object(path)
         is_drawn = published.get("do_sample") is True
-        keys = SAMPLING_KEYS if is_drawn else ("repetition_penalty",)
+        keys, base = (SAMPLING_KEYS, {"temperature": 1.0}) if is_drawn else (SAMPLING_KEYS[-1:], {})
         found = {key: published[key] for key in keys if published.get(key) is not None}
         with at_place(str(path), RequestError, EngineDirectoryError):
-            checked = {key: checked_value(key, value) for key, value in found.items()}
-            return SamplingParams(**({"temperature": 1.0} if is_drawn else {}) | checked)
+            return SamplingParams(**base | {key: checked_value(key, found[key]) for key in found})
 
     @property
     def unread(self) -> list[str]:
-        """The keys of `generation_config.json` that change answers in transformers, and none here."""
+        """What changes answers in transformers of `generation_config.json`, whose `suppressed_tokens` are right."""
         published = read_json_object(self._directory / GENERATION_CONFIG)
-        keys = [key for key, neutral in _UNREAD.items() if (published.get(key) or neutral) != neutral]
-        has_phrases = any(len(ids) > 1 for ids in published.get("bad_words_ids") or [])
-        return [*keys, *(["bad_words_ids of several tokens"] if has_phrases else [])]
+        phrases = [ids for ids in published.get("bad_words_ids") or [] if len(ids) > 1]
+        asked = {"no_repeat_ngram_size": published.get("no_repeat_ngram_size"), "bad_words_ids of several": phrases}
+        return [name for name, value in asked.items() if value]
 
     @cached_property
     def suppressed_tokens(self) -> tuple[int, ...]:

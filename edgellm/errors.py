@@ -43,7 +43,7 @@ def require_kind(condition: bool, name: str, value: Any, expected: str) -> None:
 
 def is_whole(value: Any, low: int, high: float = float("inf")) -> bool:
     """Whether a value is a whole number from `low` to `high`, NumPy's included."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
 
 
 def is_switch(value: Any) -> bool:

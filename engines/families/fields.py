@@ -187,10 +187,8 @@ class ConfigFields:
             return ()
         within = [item for item in ids if item < vocab_size or vocab_size <= 0]
         if ids and not within:
-            self.wrong.append(
-                f"{place}{key} is {as_json(value)}, but vocab_size is {vocab_size}, so that no answer would end: name "
-                "the ids that end one in generation_config.json"
-            )
+            expected = f"vocab_size is {vocab_size}: name the ids that end answers in generation_config.json"
+            self.wrong.append(f"{place}{key} is {as_json(value)}, but {expected}")
         return tuple(dict.fromkeys(within))
 
     def refuse_unsupported(self) -> None:

@@ -74,5 +74,5 @@ def test_what_answers_take_no_notice_of_is_said(own_checkpoint: Path, tmp_path: 
     asked = {"no_repeat_ngram_size": 3, "num_beams": 1, "bad_words_ids": [[5], [5, 6]], "typical_p": None}
     (own_checkpoint / GENERATION).write_text(json.dumps(asked))
     code, out, errors = edgellm("build", own_checkpoint, tmp_path / "robot", *SMALL, "--no-try")
-    said = "generation_config.json has no_repeat_ngram_size, bad_words_ids of several tokens, of which answers take no"
+    said = "generation_config.json has no_repeat_ngram_size, bad_words_ids of several, of which answers take no"
     assert code == 0 and said in " ".join(out.split()), out + errors
