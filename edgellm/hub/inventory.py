@@ -10,7 +10,6 @@ from pathlib import Path
 
 from edgellm.engines.directories.description import DESCRIPTION_NAME
 from edgellm.engines.directories.engine_directory import EngineDirectory, file_folder
-from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.errors import EngineDirectoryError, HubError, did_you_mean
 from edgellm.hub.directories import LOCK_NAME, local_directory, locked
@@ -186,10 +185,8 @@ def remove(name: HubName, revision: str | None = None) -> Removal:
 
 def _remove_directory(directory: EngineDirectory, removal: Removal) -> None:
     """Remove the files that an engine directory describes, its plans and kernels, and the folders then empty."""
-    parts = {f"{DRAFT_FOLDER}/": directory.draft, f"{VISION_FOLDER}/": directory.vision}
     known = {DESCRIPTION_NAME, *directory.files}
-    known |= {f"{prefix}{file}" for prefix, part in parts.items() if part is not None for file in part.files or ()}
-    known |= {f"{LORA_FOLDER}/{key}/{file}" for key, part in directory.adapters.items() for file in part.files}
+    known |= {f"{folder}/{file}" for folder, files in directory.part_files.items() for file in files}
     for place, folders, files in os.walk(directory.path, topdown=False):
         for path in (Path(place) / file for file in files):
             relative = path.relative_to(directory.path)

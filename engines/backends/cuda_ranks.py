@@ -254,7 +254,7 @@ class _CheckedReadback(DeviceReadback):
         return values
 
 
-class RankedKernelEngine:
+class RankedKernelEngine(Engine):
     """The engines of all ranks as one. Their inputs are brought to each; the first alone gives out what there is."""
 
     def __init__(self, backend: CudaRanks, engines: Sequence[KernelEngine]) -> None:
@@ -291,9 +291,13 @@ class RankedKernelEngine:
 
     def enqueue(self) -> None:
         """Enqueue on all streams; raises EngineError if a tensor was never bound, DeviceLostError if a rank failed."""
+        self.prepare()
+        self._backend.run(self._launches)
+
+    def prepare(self) -> None:
+        """See `Engine.prepare`."""
         if not self._launches:
             self._launches = self._backend.each(self._prepared)
-        self._backend.run(self._launches)
 
     def _prepared(self, rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
         launches, kernels = self._engines[rank].launches(), backend.rank

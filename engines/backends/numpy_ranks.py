@@ -92,7 +92,7 @@ def put_back(own: np.ndarray, whole: np.ndarray, cut: Cut) -> None:
         first += end - begin
 
 
-class RankedEngine:
+class RankedEngine(Engine):
     """The engines of all ranks as one: each is bound to its parts, the first alone gives out what there is."""
 
     reads_attention_mask = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +43,11 @@ _MOST_ITEMS = 4096
 def bounded(largest: int, added_later: bool = False) -> dict[str, Any]:
     """The metadata of a field of whole numbers: each may be at most `largest`; see `ADDED_LATER`."""
     return {"largest": largest} | (dict(ADDED_LATER) if added_later else {})
+
+
+def one_of(choices: Iterable[str], added_later: bool = False) -> dict[str, Any]:
+    """The metadata of a field of text: it is one of `choices`; see `ADDED_LATER`."""
+    return {"choices": choices} | (dict(ADDED_LATER) if added_later else {})
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
@@ -136,6 +142,13 @@ class JSONObject:
             raise self.error(f"{key!r} is {as_json(value)}, expected {words}")
         return tuple(value) if kind.startswith("tuple") else float(value) if kind == "float" else value
 
+    def choice(self, key: str, choices: Iterable[str]) -> str:
+        """The text under `key`, one of `choices`."""
+        value = self.get(key, "str")
+        if value not in choices:
+            raise self.error(f"{key!r} is {value!r:.80}, expected one of {', '.join(choices)}")
+        return value
+
     def object(self, key: str) -> JSONObject:
         """The object under `key`."""
         return JSONObject(self.get(key, "dict"), f"{self.place}: {key}", self._error_class, self._advice)
@@ -148,12 +161,14 @@ class JSONObject:
     def dataclass(self, cls: type[T], **nested: type[DataclassInstance]) -> T:
         """This object as a dataclass whose annotations are strings; every field must be there and no other key.
 
-        A field marked `ADDED_LATER` may be missing, one that is `bounded` has a range; `nested` gives the dataclasses
-        of fields that hold one, at any depth.
+        A field marked `ADDED_LATER` may be missing, one that is `bounded` has a range, one that is `one_of` some texts
+        no other; `nested` gives the dataclasses of fields that hold one, at any depth.
         """
         values = {
             field.name: self.object(field.name).dataclass(nested[field.name], **nested)
             if field.name in nested
+            else self.choice(field.name, field.metadata["choices"])
+            if "choices" in field.metadata
             else self.get(field.name, str(field.type), field.metadata.get("largest"))
             for field in fields(cls)
             if field.name in self.values or not field.metadata.get("added_later")
@@ -228,6 +243,19 @@ def _finite_number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text:.40} is out of range, expected one below 1.8e308")
     return value
+
+
+def parsed_json(text: str) -> Any:
+    """The value of a model's JSON text, which can be sent as JSON again: a number beyond floats is the largest of them,
+    half of a surrogate pair U+FFFD. ValueError or RecursionError for what is none, NaN and infinity among it."""
+    most = sys.float_info.max
+    value = json.loads(
+        text, parse_constant=_refuse_constant, parse_float=lambda number: max(-most, min(float(number), most))
+    )
+    if "\\u" not in text:
+        return value
+    units = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+    return json.loads(units.decode("utf-16", "replace"))
 
 
 def plain_values(instance: Any) -> dict[str, Any]:

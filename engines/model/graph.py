@@ -203,15 +203,15 @@ class ProgramGraph(Generic[Tensor]):
             assert step.k_norm is not None
             value = operations.rms_norm(value, None, step.k_norm.epsilon)
         mask, start = given["attention_mask"], given["kvcache_start_index"]
-        keys, values, *scales = self._update_rows(step, key, value)
+        caches = self._update_rows(step, key, value)
         scoring = Scoring(step.scale, step.cap, None if step.sinks is None else self.weights[step.sinks.name])
         if step.looks_ahead:
             seen = given[steps.LAST_SEEN]
-            context = operations.attention_ahead(query, keys, values, start, seen, step.window, scoring, *scales)
+            context = operations.attention_ahead(query, caches, start, seen, step.window, scoring)
         elif step.window is None:
-            context = operations.attention(query, keys, values, mask, scoring, *scales)
+            context = operations.attention(query, caches, mask, scoring)
         else:
-            context = operations.window_attention(query, keys, values, mask, start, step.window, scoring, *scales)
+            context = operations.window_attention(query, caches, mask, start, step.window, scoring)
         if gate is not None:
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         return operations.merge_heads(context)

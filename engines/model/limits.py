@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
+from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded, one_of
 from edgellm.engines.model.config import DecoderConfig
 
 #: What engines can be built for. A context of 16 million tokens is longer than that of any published model.
@@ -41,10 +41,11 @@ WINDOW_STEP = 64
 #: What TensorRT's engines cost, whose shapes are fixed (kernels take any number of tokens at once), in tokens: a chunk
 #: beside its own, for its launches; and at least, as reading the weights takes longer than computing few tokens.
 _TENSORRT_CHUNK, _TENSORRT_LEAST = 64, 256
-#: Of packed weights, the chunk that kernels compute as they are; what dequantizing costs TensorRT's others, in tokens.
+#: Of packed weights, chunks that kernels compute as they are, beside the shortest: a step of 32 tokens of 8B takes 4.4
+#: ms there, one of 64 7.3. What dequantizing costs TensorRT's others, in tokens.
 #: Measured with Llama-1B shapes on an H200: 64 tokens in 1.80 ms by kernels; 128 in 1.63 ms dense, in 2.32 packed; 512
 #: in 2.55 and 3.29; 4.4 us for each token of long chunks. So two chunks of 64 cost more than one of 128.
-_PACKED_CHUNK, _TENSORRT_DEQUANTIZES = 64, 160
+_PACKED_CHUNKS, _TENSORRT_DEQUANTIZES = (32, 64), 160
 _KEY_RANGES = (1024, 4096, 16384, 65536)
 
 
@@ -115,7 +116,7 @@ class EngineLimits:
     max_lora_rank: int = field(default=0, metadata=bounded(LARGEST_LORA_RANK, True))
     lora_slots: int = field(default=0, metadata=bounded(LARGEST_LORA_SLOTS, True))
     image_rows: tuple[int, ...] = field(default=(), metadata=bounded(LARGEST_IMAGE_ROWS, True))
-    kv_cache: str = field(default="compute", metadata=ADDED_LATER)
+    kv_cache: str = field(default="compute", metadata=one_of(KV_CACHES, True))
     packed: bool = field(default=False, metadata=ADDED_LATER)
     window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
     draft_block: int = field(default=0, metadata=bounded(LARGEST_DRAFT_BLOCK, True))
@@ -205,7 +206,7 @@ class EngineLimits:
     @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:
         """The chunk sizes that engines exist for, ascending: multiples of the first; the last is `prefill_chunk`."""
-        sizes = (16, *([_PACKED_CHUNK] if self.packed else []), 128, 512)
+        sizes = (16, *(_PACKED_CHUNKS if self.packed else ()), 128, 512)
         return tuple(size for size in sizes if size < self.prefill_chunk) + (self.prefill_chunk,)
 
     def cheapest_chunks(self, count: int) -> tuple[int, ...]:
@@ -222,7 +223,7 @@ class EngineLimits:
             choices = []
             for size in self.prefill_chunks:
                 cost, others = best[max(0, rest - size // step)]
-                dequantizing = _TENSORRT_DEQUANTIZES if self.packed and size > _PACKED_CHUNK else 0
+                dequantizing = _TENSORRT_DEQUANTIZES if self.packed and size > _PACKED_CHUNKS[-1] else 0
                 own = max(size, _TENSORRT_LEAST) + _TENSORRT_CHUNK + dequantizing
                 choices.append((cost + own, (size, *others)))
             best.append(min(choices))

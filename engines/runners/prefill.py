@@ -113,8 +113,7 @@ class PrefillingRunner(AdaptedRunner):
         if not self.backend.fixed_shapes or not sizes:
             return False
         self._prepared.add(size := min(sizes))
-        engine = self._engine(limits.base_shape("prefill", 1, size, limits.key_ranges[-1]), slice(0, 1))
-        getattr(engine, "launches", list)()
+        self._engine(limits.base_shape("prefill", 1, size, limits.key_ranges[-1]), slice(0, 1)).prepare()
         return True
 
     def last_hidden_state(self, slot: int, token_ids: Sequence[int]) -> np.ndarray:
