@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
     }
 }
 
-// Begins to copy the tiles of a round to the ring; IN_TURN, part PART of its keys, or of its values the block's. Rows before
+// Begins to copy the tiles of a round to the ring; IN_TURN, part PART of its keys, or its values. Rows before
 // `start` were written in earlier steps, so they may be read before the previous kernel is done. Behind them, and before the
 // window, stand zeros: a weight of 0 must meet the same value wherever a token stands, and no value of another sequence.
 template <bool KEYS = true, bool VALUES = !IN_TURN, int PART = 0, typename T, int STEPS>
@@ -64,17 +64,20 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
         const int tile = block.tile_of(division, slot, round);
         if (tile < 0) continue;
         const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
-        const int place = (stage * block.slots + slot) * KEY_TILE + first + (APART ? PART * block.ring : 0);
+        const int place = (stage * block.slots + slot) * KEY_TILE + first;
         const int before = WINDOW ? block.low - tile * KEY_TILE : 0;
         unsigned target = shared_address(block.keys + place * block.STRIDE + column);
         int source = (block.row_of(tile * KEY_TILE) + first) * block.size + column;
-        if (block.PARTS > 1) source += block.PART * (VALUES ? block.part() : PART);
+        const int of_value = block.PART * block.part();
 #pragma unroll 4
         for (int row = first; row < KEY_TILE; row += rows_at_once) {
             const bool exists = row < exist && row >= before;
-            if (KEYS) copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
-            if (VALUES)
-                copy_async_16(target + block.bytes(block.values_row()), block.cached_values + (exists ? source : 0), exists);
+            auto copy = [&](const CacheElement<T>* rows, int place, int part) {
+                copy_async_16(target + block.bytes(place), rows + (exists ? source + part : 0), exists);
+            };
+            if (KEYS) copy(block.cached_keys, 0, block.PART * PART);
+            if (KEYS && APART) copy(block.cached_keys, block.ring, block.PART);
+            if (VALUES) copy(block.cached_values, block.values_row(), block.PARTS == 1 ? 0 : of_value);
             source += rows_at_once * block.size, target += block.bytes(rows_at_once);
         }
     }
@@ -178,12 +181,14 @@ template <typename T> __device__ __forceinline__ void write_query(T* query, int 
 }
 
 // Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory, of keys the
-// part PART and of values the block's; the block's own tokens' keys and values to the caches too.
+// part PART (APART: both) and of values the block's; the block's own tokens' keys and values to the caches too. Where warps
+// share tiles each has the heads of a turn beside each other, as many as make one turn of a token's of a key-value head.
 template <int PART, typename T, int STEPS>
 __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms,
                                                  bool has_new) {
     using Own = Lanes<STEPS>;
-    constexpr int QUADS = Own::QUADS, AT_ONCE = 4 / QUADS;
+    constexpr bool BESIDE = TILE_WARPS > 1;
+    constexpr int QUADS = Own::QUADS, AT_ONCE = BESIDE ? 3 : 4 / QUADS;
     const int lane = threadIdx.x % Own::OF_HEAD, size = block.size, rotary = block.rotary;
     const int keys = has_new ? block.tokens : 0, items = keys + (PART == 0 ? block.rows : 0), group = threadIdx.x / Own::OF_HEAD;
 #pragma unroll 1
@@ -193,9 +198,10 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
         float4 value[AT_ONCE][QUADS];
         unsigned cosine[AT_ONCE][QUADS], sine[AT_ONCE][QUADS];
         const int own = first - block.warp * Own::HEADS + group;
+        auto weight_of = [&](int i, int q, int n) { return head[i].is_key ? norms.key[q][n] : norms.query[q][n]; };
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (first + i * block.warps * Own::HEADS >= items) break;
+            if (!BESIDE && first + i * block.warps * Own::HEADS >= items) break;
             head[i] = head_of(block, min(own + i * block.warps * Own::HEADS, items - 1), keys);
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
@@ -213,21 +219,20 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     sine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned + rotary / 2));
                 }
                 const float* values = head[i].source + (head[i].is_key ? block.kv_heads * size : 0);
-                value[i][q] = __ldcg(reinterpret_cast<const float4*>(values + 4 * quad));
+                if (!BESIDE || head[i].is_key) value[i][q] = __ldcg(reinterpret_cast<const float4*>(values + 4 * quad));
             }
         }
 #pragma unroll
+        for (int i = 0; i < AT_ONCE && block.q_norm != nullptr; ++i) {
+            if (!BESIDE && first + i * block.warps * Own::HEADS >= items) break;
+            auto weight = [&](int q, int n) { return NORMS_BEHIND ? make_float2(1.f, 1.f) : weight_of(i, q, n); };
+            norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon);
+        }
+#pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (first + i * block.warps * Own::HEADS >= items) break;
-            auto weight = [&](int q, int n) { return head[i].is_key ? norms.key[q][n] : norms.query[q][n]; };
-            auto one = [](int, int) { return make_float2(1.f, 1.f); };
-            if (block.q_norm != nullptr) {
-                if constexpr (NORMS_BEHIND)
-                    norm_head<STEPS>(low[i], high[i], one, lane, size, block.inverse_size, block.epsilon);
-                else
-                    norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon);
-            }
-            if constexpr (VALUES_NORMED) norm_value<STEPS>(value[i], lane, size, block.inverse_size, block.epsilon);
+            if (!BESIDE && first + i * block.warps * Own::HEADS >= items) break;
+            if (VALUES_NORMED && (!BESIDE || head[i].is_key))
+                norm_value<STEPS>(value[i], lane, size, block.inverse_size, block.epsilon);
             unsigned two[QUADS], other[QUADS];
             uint2 four[QUADS];
 #pragma unroll
@@ -235,8 +240,8 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                 const float4 v = value[i][q];
                 const bool rotates = 4 * (lane + 32 * q) < rotary;
                 if constexpr (NORMS_BEHIND)
-                    rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], rotates, weight(q, 0),
-                              weight(q, 1));
+                    rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], rotates,
+                              weight_of(i, q, 0), weight_of(i, q, 1));
                 else
                     rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], rotates);
                 four[q] = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
@@ -253,7 +258,7 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
             }
             T* query = block.queries + row * block.QUERY_STRIDE;
             CacheElement<T>* key = block.new_keys + row * block.STRIDE;
-            CacheElement<T>* its_value = key + (IN_TURN && !APART ? block.ring : block.tokens) * block.STRIDE;
+            CacheElement<T>* its_value = key + (IN_TURN ? block.ring : (AREAS - 1) * block.tokens) * block.STRIDE;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 const int quad = lane + 32 * q;
@@ -268,6 +273,9 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     kept.write(key, its_value, place, 4 * quad);
                 else
                     kept.template write_part<Block<T, STEPS>::PART>(key, its_value, place, 4 * quad, PART, block.part());
+                if constexpr (APART)
+                    kept.template write_part<Block<T, STEPS>::PART>(key + block.tokens * block.STRIDE, its_value, place, 4 * quad,
+                                                                    1, block.part());
                 if (PART == 0 && cached >= 0) kept.write(block.cached_keys + cached, block.cached_values + cached, place, 4 * quad);
             }
             // Columns behind the head are multiplied too.
