@@ -144,29 +144,35 @@ __device__ __forceinline__ void read_norms(NormWeights<STEPS>& norms, const Bloc
     }
 }
 
-// A head that is made ready: where it lies in qkv, its row of cos_sin, and the row that it goes to, of the new keys or the
-// queries. `cached`: its row in the caches (-1: none).
+// What is made ready: a new token's key, its value, or a query. Where it lies in qkv, its row of cos_sin, and the row that it
+// goes to, of the new keys, the new values or the queries. `cached`: its row in the caches (-1: none). `rotary`: how many of its
+// elements are rotated.
+enum class Kind { KEY, VALUE, QUERY };
 template <typename T> struct Head {
     const float* source;
     const T* rotation;
-    int target, cached;
-    bool is_key;
+    int target, cached, rotary;
+    Kind kind;
 };
 
-// Item number `item` of `keys` new keys (with their values) and then the queries.
+// Item number `item` of `keys` new keys, as many values, and then the queries.
 template <typename T, int STEPS>
 __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int item, int keys) {
     Head<T> head;
-    head.is_key = item < keys;
-    const int row = item - keys, t = head.is_key ? item - block.first_token : block.token_of(row);
+    head.kind = item < keys ? Kind::KEY : item < 2 * keys ? Kind::VALUE : Kind::QUERY;
+    head.rotary = head.kind == Kind::VALUE ? 0 : block.rotary;
+    const bool is_query = head.kind == Kind::QUERY;
+    const int row = item - 2 * keys, node = head.kind == Kind::VALUE ? item - keys : item;
+    const int t = is_query ? block.token_of(row) : node - block.first_token;
     const int own = row - t * block.group, token = block.sequence * block.tokens + block.first_token + t;
-    const int place = head.is_key ? block.heads + block.kv_head : block.kv_head * block.group + own;
+    const int place = is_query ? block.kv_head * block.group + own
+                               : block.heads + block.kv_head + (head.kind == Kind::VALUE ? block.kv_heads : 0);
     head.source = block.qkv + (token * (block.heads + 2 * block.kv_heads) + place) * block.size;
-    head.rotation = block.cos_sin + token * block.rotary_columns + (head.is_key ? 0 : block.query_columns);
+    head.rotation = block.cos_sin + token * block.rotary_columns + (is_query ? block.query_columns : 0);
     const int tile = t * block.tile_inverse >> 16;
     const int query = tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
-    head.target = head.is_key ? item : query;
-    head.cached = head.is_key && t >= 0 && t < block.own_count ? block.row_of(block.start + item) : -1;
+    head.target = is_query ? query : node;
+    head.cached = !is_query && t >= 0 && t < block.own_count ? block.row_of(block.start + node) : -1;
     return head;
 }
 
@@ -180,29 +186,30 @@ template <typename T> __device__ __forceinline__ void write_query(T* query, int 
     }
 }
 
-// Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory, of keys the
-// part PART (APART: both) and of values the block's; the block's own tokens' keys and values to the caches too. Where warps
-// share tiles each has the heads of a turn beside each other, as many as make one turn of a token's of a key-value head.
+// Norm and rotary embedding of the block's queries, and of the new tokens' keys and values if it has them, to shared memory, of
+// keys the part PART (APART: both) and of values the block's; the block's own tokens' keys and values to the caches too.
+// Where warps share tiles each has some beside each other: a token's of a key-value head make one turn.
 template <int PART, typename T, int STEPS>
 __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms,
                                                  bool has_new) {
     using Own = Lanes<STEPS>;
+    using Kept = KeptFour<T, INT8>;
     constexpr bool BESIDE = TILE_WARPS > 1;
-    constexpr int QUADS = Own::QUADS, AT_ONCE = BESIDE ? 3 : 4 / QUADS;
-    const int lane = threadIdx.x % Own::OF_HEAD, size = block.size, rotary = block.rotary;
-    const int keys = has_new ? block.tokens : 0, items = keys + (PART == 0 ? block.rows : 0), group = threadIdx.x / Own::OF_HEAD;
+    constexpr int QUADS = Own::QUADS, AT_ONCE = BESIDE ? 3 : 4 / QUADS, SIZE = Block<T, STEPS>::PART;
+    const int lane = threadIdx.x % Own::OF_HEAD, size = block.size;
+    const int keys = has_new ? block.tokens : 0, items = PART == 0 ? 2 * keys + block.rows : keys;
+    const int group = threadIdx.x / Own::OF_HEAD, step = block.warps * Own::HEADS;
 #pragma unroll 1
-    for (int first = block.warp * Own::HEADS; first < items; first += block.warps * Own::HEADS * AT_ONCE) {
+    for (int first = block.warp * Own::HEADS; first < items; first += AT_ONCE * step) {
         Head<T> head[AT_ONCE];
         float2 low[AT_ONCE][QUADS], high[AT_ONCE][QUADS];
-        float4 value[AT_ONCE][QUADS];
         unsigned cosine[AT_ONCE][QUADS], sine[AT_ONCE][QUADS];
         const int own = first - block.warp * Own::HEADS + group;
-        auto weight_of = [&](int i, int q, int n) { return head[i].is_key ? norms.key[q][n] : norms.query[q][n]; };
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (!BESIDE && first + i * block.warps * Own::HEADS >= items) break;
-            head[i] = head_of(block, min(own + i * block.warps * Own::HEADS, items - 1), keys);
+            if (!BESIDE && first + i * step >= items) break;
+            head[i] = head_of(block, min(own + i * step, items - 1), keys);
+            const int rotary = head[i].rotary;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 const int quad = min(lane + 32 * q, size / 4 - 1), turned = 4 * quad < rotary ? 2 * quad : 0;
@@ -214,73 +221,74 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     high[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.y));
                 }
                 cosine[i][q] = sine[i][q] = 0u;
-                if (rotary > 0) {
+                if (block.rotary > 0) {
                     cosine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned));
-                    sine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned + rotary / 2));
+                    sine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned + block.rotary / 2));
                 }
-                const float* values = head[i].source + (head[i].is_key ? block.kv_heads * size : 0);
-                if (!BESIDE || head[i].is_key) value[i][q] = __ldcg(reinterpret_cast<const float4*>(values + 4 * quad));
             }
         }
+        auto weight_of = [&](int i, int q, int n) {
+            const float2 weight = head[i].kind == Kind::KEY ? norms.key[q][n] : norms.query[q][n];
+            return head[i].kind == Kind::VALUE ? make_float2(1.f, 1.f) : weight;
+        };
 #pragma unroll
         for (int i = 0; i < AT_ONCE && block.q_norm != nullptr; ++i) {
-            if (!BESIDE && first + i * block.warps * Own::HEADS >= items) break;
+            if (!BESIDE && first + i * step >= items) break;
             auto weight = [&](int q, int n) { return NORMS_BEHIND ? make_float2(1.f, 1.f) : weight_of(i, q, n); };
-            norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon);
+            const bool norms_it = VALUES_NORMED || head[i].kind != Kind::VALUE;
+            norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon, norms_it);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (!BESIDE && first + i * block.warps * Own::HEADS >= items) break;
-            if (VALUES_NORMED && (!BESIDE || head[i].is_key))
-                norm_value<STEPS>(value[i], lane, size, block.inverse_size, block.epsilon);
-            unsigned two[QUADS], other[QUADS];
-            uint2 four[QUADS];
+            if (!BESIDE && first + i * step >= items) break;
+            const int rotary = head[i].rotary, cached = head[i].cached * size;
+            const bool is_value = head[i].kind == Kind::VALUE;
+            unsigned two[QUADS], other[QUADS], bits = 0u;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
-                const float4 v = value[i][q];
-                const bool rotates = 4 * (lane + 32 * q) < rotary;
-                if constexpr (NORMS_BEHIND)
-                    rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], rotates,
-                              weight_of(i, q, 0), weight_of(i, q, 1));
-                else
-                    rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], rotates);
-                four[q] = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
+                auto weight = [&](int n) { return NORMS_BEHIND ? weight_of(i, q, n) : make_float2(1.f, 1.f); };
+                const float2 x = low[i][q], y = high[i][q];
+                rotate<T>(two[q], other[q], x, y, cosine[i][q], sine[i][q], 4 * (lane + 32 * q) < rotary, weight(0), weight(1));
+                if (is_value) two[q] = pack<T>(x.x, x.y), other[q] = pack<T>(y.x, y.y);  // a zero keeps its sign
+                if (INT8 && 4 * (lane + 32 * q) < size)
+                    bits = max(bits, max(quantized::size_bits(unpack<T>(two[q])), quantized::size_bits(unpack<T>(other[q]))));
             }
-            float scales[2] = {};
-            if (INT8 && has_new) find_scales<T, STEPS>(scales, two, other, four, lane, size);
-            if (own + i * block.warps * Own::HEADS >= items) continue;
-            const int cached = head[i].cached * size, row = head[i].target;
-            if (INT8 && head[i].is_key && lane == 0) {
-                float* target = block.scales + 2 * block.ring + row;
-                target[0] = scales[0], target[new_scales_of(block.tokens)] = scales[1];
-                if (cached >= 0)
-                    block.cached_key_scales[head[i].cached] = scales[0], block.cached_value_scales[head[i].cached] = scales[1];
+            const float scale = INT8 && has_new ? quantized::row_scale<Own::OF_HEAD>(bits) : 0.f;
+            if (own + i * step >= items) continue;
+            const int row = head[i].target;
+            if (INT8 && head[i].kind != Kind::QUERY && lane == 0) {
+                block.scales[2 * block.ring + (is_value ? new_scales_of(block.tokens) : 0) + row] = scale;
+                if (cached >= 0) (is_value ? block.cached_value_scales : block.cached_key_scales)[head[i].cached] = scale;
             }
             T* query = block.queries + row * block.QUERY_STRIDE;
             CacheElement<T>* key = block.new_keys + row * block.STRIDE;
-            CacheElement<T>* its_value = key + (IN_TURN ? block.ring : (AREAS - 1) * block.tokens) * block.STRIDE;
+            CacheElement<T>* value = key + (IN_TURN ? block.ring : (AREAS - 1) * block.tokens) * block.STRIDE;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
-                const int quad = lane + 32 * q;
-                if (4 * quad >= size) continue;
+                const int quad = lane + 32 * q, column = 4 * quad;
+                if (column >= size) continue;
                 const int2 place = places_of(quad, rotary);
-                if (!head[i].is_key) {
+                if (head[i].kind == Kind::QUERY) {
                     write_query(query, place.x, two[q]), write_query(query, place.y, other[q]);
                     continue;
                 }
-                const KeptFour<T, INT8> kept(two[q], other[q], four[q], scales);
-                if constexpr (Block<T, STEPS>::PARTS == 1)
-                    kept.write(key, its_value, place, 4 * quad);
-                else
-                    kept.template write_part<Block<T, STEPS>::PART>(key, its_value, place, 4 * quad, PART, block.part());
-                if constexpr (APART)
-                    kept.template write_part<Block<T, STEPS>::PART>(key + block.tokens * block.STRIDE, its_value, place, 4 * quad,
-                                                                    1, block.part());
-                if (PART == 0 && cached >= 0) kept.write(block.cached_keys + cached, block.cached_values + cached, place, 4 * quad);
+                const Kept kept(two[q], other[q], make_uint2(two[q], other[q]), {scale, scale});
+                if (is_value) {
+                    if (block.PARTS == 1 || column / SIZE == block.part()) kept.write_value(value + column % SIZE);
+                    if (cached >= 0) kept.write_value(block.cached_values + cached + column);
+                    continue;
+                }
+                auto write_part = [&](int x, typename Kept::Two two) {
+                    const int part = block.PARTS == 1 ? 0 : x / SIZE, row = APART ? part * block.tokens : 0;
+                    if (APART || part == PART) *reinterpret_cast<typename Kept::Two*>(key + row * block.STRIDE + x % SIZE) = two;
+                };
+                write_part(place.x, kept.two), write_part(place.y, kept.other);
+                if (PART == 0 && cached >= 0)
+                    kept.write_key(block.cached_keys + cached + place.x, block.cached_keys + cached + place.y);
             }
             // Columns behind the head are multiplied too.
             if (lane == 0 && size < block.PADDED) {
-                T* elements = head[i].is_key ? reinterpret_cast<T*>(key) : query;
+                T* elements = head[i].kind == Kind::QUERY ? query : reinterpret_cast<T*>(is_value ? value : key);
                 *reinterpret_cast<uint4*>(elements + size) = make_uint4(0u, 0u, 0u, 0u);
             }
         }
