@@ -69,35 +69,40 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
             const bool was_ready = is_ready;
             if (fills && is_ready) wait_for_block(alone);
             if (fills && (is_ready || !IN_TURN)) load(round + block.stages);
-            if (!is_ready) {
-                NormWeights<STEPS> norms;
-                read_norms(norms, block);
-                list_keys(block);
-                wait_for_previous_kernel();
-                make_heads_ready<0>(block, norms, has_new);
-                if (is_clustered) wait_for_cluster();
-                is_ready = true;
-                if constexpr (IN_TURN) {  // a tile comes where new keys are, and these part by part
-                    __syncthreads();
-                    if (has_new) compute_new_scores<0>(block);
-                    if constexpr (Block<T, STEPS>::PARTS > 1) {
-                        if (has_new) {
-                            make_heads_ready<1>(block, norms, has_new);
-                            __syncthreads();
-                            compute_new_scores<1>(block);
+            if (!is_ready) list_keys(block);
+#pragma unroll 1
+            for (bool rehearses = REHEARSES && !is_ready;; rehearses = false) {
+                if (!is_ready) {
+                    NormWeights<STEPS> norms;
+                    read_norms(norms, block);
+                    if (!rehearses) wait_for_previous_kernel();
+                    make_heads_ready<0>(block, norms, has_new, rehearses);
+                    if (is_clustered && !rehearses) wait_for_cluster();
+                    is_ready = !rehearses;
+                    if constexpr (IN_TURN) {  // a tile comes where new keys are, and these part by part
+                        __syncthreads();
+                        if (has_new) compute_new_scores<0>(block);
+                        if constexpr (Block<T, STEPS>::PARTS > 1) {
+                            if (has_new) {
+                                make_heads_ready<1>(block, norms, has_new);
+                                __syncthreads();
+                                compute_new_scores<1>(block);
+                            }
                         }
+                        load(round + block.stages);
                     }
-                    load(round + block.stages);
                 }
+                const int under_way = loaded - round - 1;
+                if (rehearses) {
+                } else if (under_way > 1) wait_for_copies<2>();
+                else if (under_way > 0) wait_for_copies<1>();
+                else wait_for_copies<0>();
+                wait_for_block(alone && was_ready);
+                if (!rehearses) load(round + block.stages);
+                if (round == 0) rows = rows_of(block, division), clear(whole);
+                compute_tile(whole, kept, softmax, block, rows, division, round, stage, rehearses);
+                if (!rehearses) break;
             }
-            const int under_way = loaded - round - 1;
-            if (under_way > 1) wait_for_copies<2>();
-            else if (under_way > 0) wait_for_copies<1>();
-            else wait_for_copies<0>();
-            wait_for_block(alone && was_ready);
-            load(round + block.stages);
-            if (round == 0) rows = rows_of(block, division), clear(whole);
-            compute_tile(whole, kept, softmax, block, rows, division, round, stage);
         }
         if constexpr (!SHARES) {
 #pragma unroll

@@ -407,7 +407,10 @@ def _microseconds(
     no_room = _NO_ROOM * (multiprocessors // _IN_REACH) * (geometry.splits - 1) if geometry.in_cluster else 0
     waves = ceil((blocks + idle) / (multiprocessors * resident - no_room))
 
-    heads = -(-(own_tokens * shape.group + shape.tokens) * sixty_fours // (8 * geometry.warps))
+    items, of_warp = own_tokens * shape.group + shape.tokens, 8 / sixty_fours
+    if geometry.tile_warps > 1:
+        items, of_warp = items + shape.tokens, 3
+    heads = ceil(items / (of_warp * geometry.warps))
     begin = _BLOCK + _WARP * geometry.warps + _HEADS * heads + _NEW * shape.tokens * sixty_fours
     tiles_at_once = together * geometry.warps // geometry.tile_warps
     alone = _TILE + _TILE_64 * sixty_fours / geometry.tile_warps + (_TELL if geometry.tile_warps > 1 else 0)

@@ -32,6 +32,10 @@ template <typename T> using CacheElement = typename Choice<INT8, signed char, T>
 __device__ constexpr int parts_of(int steps) { return steps > 16 ? 2 : 1; }
 constexpr bool APART = HOST_HEAD_SIZE > 256 && !IN_TURN;
 static_assert(!APART || !HOST_INT8, "rows of int8 come in turn");
+#ifndef TRY_REHEARSES
+#define TRY_REHEARSES 0
+#endif
+constexpr bool REHEARSES = TRY_REHEARSES && TILE_WARPS > 1 && !IN_TURN;
 // Areas of rows in memory, of the ring and of new tokens: of each part of keys that has one, and of values.
 constexpr int AREAS = APART ? 3 : IN_TURN ? 1 : 2;
 

@@ -191,11 +191,11 @@ template <typename T> __device__ __forceinline__ void write_query(T* query, int 
 // Where warps share tiles each has some beside each other: a token's of a key-value head make one turn.
 template <int PART, typename T, int STEPS>
 __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms,
-                                                 bool has_new) {
+                                                 bool has_new, bool rehearses = false) {
     using Own = Lanes<STEPS>;
     using Kept = KeptFour<T, INT8>;
     constexpr bool BESIDE = TILE_WARPS > 1;
-    constexpr int QUADS = Own::QUADS, AT_ONCE = BESIDE ? 3 : 4 / QUADS, SIZE = Block<T, STEPS>::PART;
+    constexpr int QUADS = Own::QUADS, AT_ONCE = QUADS == 1 ? 6 : 3, SIZE = Block<T, STEPS>::PART;
     const int lane = threadIdx.x % Own::OF_HEAD, size = block.size;
     const int keys = has_new ? block.tokens : 0, items = PART == 0 ? 2 * keys + block.rows : keys;
     const int group = threadIdx.x / Own::OF_HEAD, step = block.warps * Own::HEADS;
@@ -209,6 +209,7 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
         for (int i = 0; i < AT_ONCE; ++i) {
             if (!BESIDE && first + i * step >= items) break;
             head[i] = head_of(block, min(own + i * step, items - 1), keys);
+            if (rehearses) head[i].cached = -1;
             const int rotary = head[i].rotary;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {

@@ -44,7 +44,8 @@ __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Wh
 // left is under way together, as each trip takes longer than what is done with it.
 template <bool THROUGH_L2, typename T, int STEPS>
 __device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int first, int step_bits) {
-    constexpr int LANES_OF_ROW = 4 * STEPS / parts_of(STEPS), ROWS_AT_ONCE = TILE_WARPS, SPANS = 8 / (TILE_WARPS > 1 ? 2 : 1);
+    constexpr int LANES_OF_ROW = 4 * STEPS / parts_of(STEPS);
+    constexpr int ROWS_AT_ONCE = THROUGH_L2 ? TILE_WARPS : 1, SPANS = TILE_WARPS == 1 ? 8 : 4;
     const int size = block.size, stride = state_stride_of(size);
     const int items = ((block.rows - first + (1 << step_bits) - 1) >> step_bits) * LANES_OF_ROW;
     const int distance = THROUGH_L2 ? stride : block.own_rows * stride;
