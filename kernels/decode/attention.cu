@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
     extern __shared__ __align__(16) char shared[];
     __shared__ Tables tables;
     Block<T, STEPS> block{arguments};
+    STAMP(block, 0);
     block.find_place(shared, tables);
     if (block.in_cluster) arrive_at_cluster<false>();  // before anyone writes to another's memory, all must have begun
     launch_next_kernel();
@@ -75,8 +76,11 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
                 if (!is_ready) {
                     NormWeights<STEPS> norms;
                     read_norms(norms, block);
+                    STAMP(block, 1);
                     if (!rehearses) wait_for_previous_kernel();
+                    STAMP(block, 2);
                     make_heads_ready<0>(block, norms, has_new, rehearses);
+                    STAMP(block, 3);
                     if (is_clustered && !rehearses) wait_for_cluster();
                     is_ready = !rehearses;
                     if constexpr (IN_TURN) {  // a tile comes where new keys are, and these part by part
@@ -98,9 +102,11 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
                 else if (under_way > 0) wait_for_copies<1>();
                 else wait_for_copies<0>();
                 wait_for_block(alone && was_ready);
+                STAMP(block, 4);
                 if (!rehearses) load(round + block.stages);
                 if (round == 0) rows = rows_of(block, division), clear(whole);
                 compute_tile(whole, kept, softmax, block, rows, division, round, stage, rehearses);
+                STAMP(block, 5);
                 if (!rehearses) break;
             }
         }
@@ -111,6 +117,13 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
         }
     }
     if constexpr (SHARES) merge_shares(block);
+#ifdef TRY_STAMPS
+    STAMP(block, 8);
+    if (threadIdx.x == 0 && has_new && blockIdx.x % block.PARTS == 0) {
+        unsigned* target = reinterpret_cast<unsigned*>(block.partial + block.heads * block.states * state_stride_of(block.size)) - 64;
+        for (int i = 0; i < 9; ++i) target[i] = block.stamps[i];
+    }
+#endif
 }
 
 }  // namespace keys_by_position

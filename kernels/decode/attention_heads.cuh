@@ -274,22 +274,23 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     continue;
                 }
                 const Kept kept(two[q], other[q], make_uint2(two[q], other[q]), {scale, scale});
+                auto part_of = [](int x) { return Block<T, STEPS>::PARTS == 1 ? 0 : x / SIZE; };
                 if (is_value) {
-                    if (block.PARTS == 1 || column / SIZE == block.part()) kept.write_value(value + column % SIZE);
+                    if (part_of(column) == block.part()) kept.write_value(value + column - SIZE * block.part());
                     if (cached >= 0) kept.write_value(block.cached_values + cached + column);
                     continue;
                 }
                 auto write_part = [&](int x, typename Kept::Two two) {
-                    const int part = block.PARTS == 1 ? 0 : x / SIZE, row = APART ? part * block.tokens : 0;
-                    if (APART || part == PART) *reinterpret_cast<typename Kept::Two*>(key + row * block.STRIDE + x % SIZE) = two;
+                    CacheElement<T>* of_part = key + (APART ? part_of(x) * block.tokens * block.STRIDE : 0);
+                    if (APART || part_of(x) == PART) *reinterpret_cast<typename Kept::Two*>(of_part + x - SIZE * part_of(x)) = two;
                 };
                 write_part(place.x, kept.two), write_part(place.y, kept.other);
                 if (PART == 0 && cached >= 0)
                     kept.write_key(block.cached_keys + cached + place.x, block.cached_keys + cached + place.y);
             }
             // Columns behind the head are multiplied too.
-            if (lane == 0 && size < block.PADDED) {
-                T* elements = head[i].kind == Kind::QUERY ? query : reinterpret_cast<T*>(is_value ? value : key);
+            if (lane == 0 && size < block.PADDED && !is_value) {
+                T* elements = head[i].kind == Kind::QUERY ? query : reinterpret_cast<T*>(key);
                 *reinterpret_cast<uint4*>(elements + size) = make_uint4(0u, 0u, 0u, 0u);
             }
         }
