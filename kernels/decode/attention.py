@@ -212,7 +212,8 @@ class AttentionGeometry:
 
 class AttentionKind(NamedTuple):
     """What a kernel is compiled for. `shares`: several warps have spans of a row; `int8`: KV rows are; `window`: they
-    are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see `AttentionGeometry`; `sinks`: each head has one; `neighbours`, `norms_behind`, `cap`, `values_normed`: see
+    are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see `AttentionGeometry`; `sinks`:
+    each head has one; `neighbours`, `norms_behind`, `cap`, `values_normed`: see
     `AttentionWeights`."""
 
     shares: bool = True
@@ -315,14 +316,7 @@ def attention_launch(
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
         *(columns, further, window, shape.window_bits if window else 0),
     )
-    how = (
-        geometry.shares,
-        int8,
-        window > 0,
-        geometry.tile_warps,
-        geometry.in_turn,
-        weights.sinks is not None,
-    )
+    how = (geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None)
     ready = weights.neighbours, weights.norms_behind, cap > 0, weights.values_normed
     kernel = attention_kernel(context.dtype, size, AttentionKind(*how, *ready))
     shares = splits * shape.parts
