@@ -37,6 +37,9 @@ static_assert(!APART || !HOST_INT8, "rows of int8 come in turn");
 #else
 #define STAMP(BLOCK, N)
 #endif
+#ifndef TRY_NEXT
+#define TRY_NEXT 0
+#endif
 #ifndef TRY_REHEARSES
 #define TRY_REHEARSES 0
 #endif
