@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
     STAMP(block, 0);
     block.find_place(shared, tables);
     if (block.in_cluster) arrive_at_cluster<false>();  // before anyone writes to another's memory, all must have begun
-    if (TRY_NEXT == 0) launch_next_kernel();
+    if (NEXT == 0) launch_next_kernel();
     block.find_keys();
     if (block.split >= block.active) {
         wait_for_previous_kernel();
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
                     read_norms(norms, block);
                     STAMP(block, 1);
                     if (!rehearses) wait_for_previous_kernel();
-                    if (!rehearses && TRY_NEXT == 1) launch_next_kernel();
+                    if (!rehearses && NEXT == 1) launch_next_kernel();
                     STAMP(block, 2);
                     make_heads_ready<0>(block, norms, has_new, rehearses);
                     STAMP(block, 3);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
                 if (round == 0) rows = rows_of(block, division), clear(whole);
                 compute_tile(whole, kept, softmax, block, rows, division, round, stage, rehearses);
                 STAMP(block, 5);
-                if (!rehearses && TRY_NEXT == 2) launch_next_kernel();
+                if (!rehearses && NEXT == 2) launch_next_kernel();
                 if (!rehearses) break;
             }
         }

@@ -38,11 +38,15 @@ static_assert(!APART || !HOST_INT8, "rows of int8 come in turn");
 #define STAMP(BLOCK, N)
 #endif
 #ifndef TRY_NEXT
-#define TRY_NEXT 0
+#define TRY_NEXT 2
+#endif
+#ifndef TRY_AT_ONCE
+#define TRY_AT_ONCE 3
 #endif
 #ifndef TRY_REHEARSES
 #define TRY_REHEARSES 0
 #endif
+constexpr int NEXT = TILE_WARPS > 1 ? TRY_NEXT : 0;
 constexpr bool REHEARSES = TRY_REHEARSES && TILE_WARPS > 1 && !IN_TURN;
 // Areas of rows in memory, of the ring and of new tokens: of each part of keys that has one, and of values.
 constexpr int AREAS = APART ? 3 : IN_TURN ? 1 : 2;

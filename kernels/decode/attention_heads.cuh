@@ -88,6 +88,10 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
 template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const Block<T, STEPS>& block) {
     constexpr int AT_ONCE = 4, HALVES = MAX_TOKENS / 32;
     const int lane = threadIdx.x % 32;
+    if (block.tokens == 1) {
+        if (threadIdx.x == 0) block.tables->nodes[0][0] = 0, block.tables->lengths[0] = block.start + 1;
+        return;
+    }
     const bool reads = block.mask != nullptr && !block.masks_all;
 #pragma unroll 1
     for (int first = block.warp; first < block.own_count; first += AT_ONCE * block.warps) {
@@ -195,7 +199,7 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
     using Own = Lanes<STEPS>;
     using Kept = KeptFour<T, INT8>;
     constexpr bool BESIDE = TILE_WARPS > 1;
-    constexpr int QUADS = Own::QUADS, AT_ONCE = QUADS == 1 ? 6 : 3, SIZE = Block<T, STEPS>::PART;
+    constexpr int QUADS = Own::QUADS, AT_ONCE = QUADS == 1 ? 6 : TRY_AT_ONCE, SIZE = Block<T, STEPS>::PART;
     const int lane = threadIdx.x % Own::OF_HEAD, size = block.size;
     const int keys = has_new ? block.tokens : 0, items = PART == 0 ? 2 * keys + block.rows : keys;
     const int group = threadIdx.x / Own::OF_HEAD, step = block.warps * Own::HEADS;

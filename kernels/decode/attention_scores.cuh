@@ -189,7 +189,16 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
 #pragma unroll
     for (int n = 0; n < 2 * COUNT; ++n) make_scores(score[n], block, ring_row + 8 * n);
     if (!IN_TURN && (begin | (KEY_TILE - 1)) >= block.start) block.wait_for_tile();  // until scores of new keys are there
-    if (has_new) {
+    if (has_new && block.tokens == 1) {
+#pragma unroll
+        for (int n = 0; n < 2 * COUNT; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int place = begin + 8 * n + 2 * (lane % 4) + i % 2 - block.start;
+                if (place >= 0) score[n][i] = place == 0 ? of_rows[8 * (i / 2) * stride] : no_score();
+            }
+        }
+    } else if (has_new) {
 #pragma unroll
         for (int n = 0; n < 2 * COUNT; ++n) {
             if (begin + 8 * n + 8 <= block.start) continue;
