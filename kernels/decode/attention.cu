@@ -33,10 +33,9 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
     extern __shared__ __align__(16) char shared[];
     __shared__ Tables tables;
     Block<T, STEPS> block{arguments};
-    STAMP(block, 0);
     block.find_place(shared, tables);
     if (block.in_cluster) arrive_at_cluster<false>();  // before anyone writes to another's memory, all must have begun
-    if (NEXT == 0) launch_next_kernel();
+    if (!NEXT_LATE) launch_next_kernel();
     block.find_keys();
     if (block.split >= block.active) {
         wait_for_previous_kernel();
@@ -70,47 +69,36 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
             const bool was_ready = is_ready;
             if (fills && is_ready) wait_for_block(alone);
             if (fills && (is_ready || !IN_TURN)) load(round + block.stages);
-            if (!is_ready) list_keys(block);
-#pragma unroll 1
-            for (bool rehearses = REHEARSES && !is_ready;; rehearses = false) {
-                if (!is_ready) {
-                    NormWeights<STEPS> norms;
-                    read_norms(norms, block);
-                    STAMP(block, 1);
-                    if (!rehearses) wait_for_previous_kernel();
-                    if (!rehearses && NEXT == 1) launch_next_kernel();
-                    STAMP(block, 2);
-                    make_heads_ready<0>(block, norms, has_new, rehearses);
-                    STAMP(block, 3);
-                    if (is_clustered && !rehearses) wait_for_cluster();
-                    is_ready = !rehearses;
-                    if constexpr (IN_TURN) {  // a tile comes where new keys are, and these part by part
-                        __syncthreads();
-                        if (has_new) compute_new_scores<0>(block);
-                        if constexpr (Block<T, STEPS>::PARTS > 1) {
-                            if (has_new) {
-                                make_heads_ready<1>(block, norms, has_new);
-                                __syncthreads();
-                                compute_new_scores<1>(block);
-                            }
+            if (!is_ready) {
+                NormWeights<STEPS> norms;
+                read_norms(norms, block);
+                list_keys(block);
+                wait_for_previous_kernel();
+                make_heads_ready<0>(block, norms, has_new);
+                if (is_clustered) wait_for_cluster();
+                is_ready = true;
+                if constexpr (IN_TURN) {  // a tile comes where new keys are, and these part by part
+                    __syncthreads();
+                    if (has_new) compute_new_scores<0>(block);
+                    if constexpr (Block<T, STEPS>::PARTS > 1) {
+                        if (has_new) {
+                            make_heads_ready<1>(block, norms, has_new);
+                            __syncthreads();
+                            compute_new_scores<1>(block);
                         }
-                        load(round + block.stages);
                     }
+                    load(round + block.stages);
                 }
-                const int under_way = loaded - round - 1;
-                if (rehearses) {
-                } else if (under_way > 1) wait_for_copies<2>();
-                else if (under_way > 0) wait_for_copies<1>();
-                else wait_for_copies<0>();
-                wait_for_block(alone && was_ready);
-                STAMP(block, 4);
-                if (!rehearses) load(round + block.stages);
-                if (round == 0) rows = rows_of(block, division), clear(whole);
-                compute_tile(whole, kept, softmax, block, rows, division, round, stage, rehearses);
-                STAMP(block, 5);
-                if (!rehearses && NEXT == 2) launch_next_kernel();
-                if (!rehearses) break;
             }
+            const int under_way = loaded - round - 1;
+            if (under_way > 1) wait_for_copies<2>();
+            else if (under_way > 0) wait_for_copies<1>();
+            else wait_for_copies<0>();
+            wait_for_block(alone && was_ready);
+            load(round + block.stages);
+            if (round == 0) rows = rows_of(block, division), clear(whole);
+            compute_tile(whole, kept, softmax, block, rows, division, round, stage);
+            if (NEXT_LATE) launch_next_kernel();
         }
         if constexpr (!SHARES) {
 #pragma unroll
@@ -119,13 +107,6 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
         }
     }
     if constexpr (SHARES) merge_shares(block);
-#ifdef TRY_STAMPS
-    STAMP(block, 8);
-    if (threadIdx.x == 0 && has_new && blockIdx.x % block.PARTS == 0) {
-        unsigned* target = reinterpret_cast<unsigned*>(block.partial + block.heads * block.states * state_stride_of(block.size)) - 64;
-        for (int i = 0; i < 9; ++i) target[i] = block.stamps[i];
-    }
-#endif
 }
 
 }  // namespace keys_by_position

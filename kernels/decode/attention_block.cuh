@@ -32,22 +32,9 @@ template <typename T> using CacheElement = typename Choice<INT8, signed char, T>
 __device__ constexpr int parts_of(int steps) { return steps > 16 ? 2 : 1; }
 constexpr bool APART = HOST_HEAD_SIZE > 256 && !IN_TURN;
 static_assert(!APART || !HOST_INT8, "rows of int8 come in turn");
-#ifdef TRY_STAMPS
-#define STAMP(BLOCK, N) (BLOCK).stamps[N] = static_cast<unsigned>(clock64())
-#else
-#define STAMP(BLOCK, N)
-#endif
-#ifndef TRY_NEXT
-#define TRY_NEXT 2
-#endif
-#ifndef TRY_AT_ONCE
-#define TRY_AT_ONCE 3
-#endif
-#ifndef TRY_REHEARSES
-#define TRY_REHEARSES 0
-#endif
-constexpr int NEXT = TILE_WARPS > 1 ? TRY_NEXT : 0;
-constexpr bool REHEARSES = TRY_REHEARSES && TILE_WARPS > 1 && !IN_TURN;
+// Whether the next kernel starts once the first tile is multiplied, not at once: it takes room and time from warps that share
+// a tile, which are few.
+constexpr bool NEXT_LATE = TILE_WARPS > 1;
 // Areas of rows in memory, of the ring and of new tokens: of each part of keys that has one, and of values.
 constexpr int AREAS = APART ? 3 : IN_TURN ? 1 : 2;
 
@@ -134,9 +121,6 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     using Base::split_bits, Base::stages, Base::start_index, Base::states, Base::tile_tokens, Base::token_blocks;
     using Base::k_scale, Base::tokens, Base::v_cache, Base::v_scale, Base::window, Base::window_bits;
 
-#ifdef TRY_STAMPS
-    mutable unsigned stamps[10];
-#endif
     // Its place: a share of the spans, a key-value head, and `own_count` tokens of a sequence from `first_token` on, whose
     // `rows` are counted by token, then by head. A warp has a tile of 16 rows, and a slot of the block's spans; of the warps
     // that share these it is number `member`.

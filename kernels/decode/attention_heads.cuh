@@ -190,70 +190,87 @@ template <typename T> __device__ __forceinline__ void write_query(T* query, int 
     }
 }
 
-// Norm and rotary embedding of the block's queries, and of the new tokens' keys and values if it has them, to shared memory, of
-// keys the part PART (APART: both) and of values the block's; the block's own tokens' keys and values to the caches too.
-// Where warps share tiles each has some beside each other: a token's of a key-value head make one turn.
-template <int PART, typename T, int STEPS>
-__device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms,
-                                                 bool has_new, bool rehearses = false) {
-    using Own = Lanes<STEPS>;
-    using Kept = KeptFour<T, INT8>;
-    constexpr bool BESIDE = TILE_WARPS > 1;
-    constexpr int QUADS = Own::QUADS, AT_ONCE = QUADS == 1 ? 6 : TRY_AT_ONCE, SIZE = Block<T, STEPS>::PART;
-    const int lane = threadIdx.x % Own::OF_HEAD, size = block.size;
-    const int keys = has_new ? block.tokens : 0, items = PART == 0 ? 2 * keys + block.rows : keys;
-    const int group = threadIdx.x / Own::OF_HEAD, step = block.warps * Own::HEADS;
-#pragma unroll 1
-    for (int first = block.warp * Own::HEADS; first < items; first += AT_ONCE * step) {
-        Head<T> head[AT_ONCE];
-        float2 low[AT_ONCE][QUADS], high[AT_ONCE][QUADS];
-        unsigned cosine[AT_ONCE][QUADS], sine[AT_ONCE][QUADS];
-        const int own = first - block.warp * Own::HEADS + group;
+// As many of these as a warp makes ready at once, as they come from qkv: where warps share tiles one after the other, as code
+// is fetched anew for each layer, and takes longer than what it does.
+template <typename T, int STEPS> struct Heads {
+    static constexpr int QUADS = Lanes<STEPS>::QUADS, AT_ONCE = TILE_WARPS > 1 ? 1 : 4 / QUADS;
+    Head<T> head[AT_ONCE];
+    float2 low[AT_ONCE][QUADS], high[AT_ONCE][QUADS];
+    unsigned cosine[AT_ONCE][QUADS], sine[AT_ONCE][QUADS];
+};
+
+// Begins to read them, `step` items apart from a lane's `own` on, where the warp's `first` is below `items`.
+template <typename T, int STEPS>
+__device__ __forceinline__ void read_heads(Heads<T, STEPS>& heads, const Block<T, STEPS>& block, int first, int own, int step,
+                                           int items, int keys) {
+    const int lane = threadIdx.x % Lanes<STEPS>::OF_HEAD;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (!BESIDE && first + i * step >= items) break;
-            head[i] = head_of(block, min(own + i * step, items - 1), keys);
-            if (rehearses) head[i].cached = -1;
-            const int rotary = head[i].rotary;
+    for (int i = 0; i < heads.AT_ONCE; ++i) {
+        if (first + i * step >= items) break;
+        const Head<T> head = heads.head[i] = head_of(block, min(own + i * step, items - 1), keys);
 #pragma unroll
-            for (int q = 0; q < QUADS; ++q) {
-                const int quad = min(lane + 32 * q, size / 4 - 1), turned = 4 * quad < rotary ? 2 * quad : 0;
-                const int2 place = places_of(quad, rotary);
-                if (NEIGHBOURS && 4 * quad < rotary) {
-                    take_apart(low[i][q], high[i][q], __ldcg(reinterpret_cast<const float4*>(head[i].source + 4 * quad)));
-                } else {
-                    low[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.x));
-                    high[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.y));
-                }
-                cosine[i][q] = sine[i][q] = 0u;
-                if (block.rotary > 0) {
-                    cosine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned));
-                    sine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned + block.rotary / 2));
-                }
+        for (int q = 0; q < heads.QUADS; ++q) {
+            const int quad = min(lane + 32 * q, block.size / 4 - 1), turned = 4 * quad < head.rotary ? 2 * quad : 0;
+            const int2 place = places_of(quad, head.rotary);
+            if (NEIGHBOURS && 4 * quad < head.rotary) {
+                const float4 four = __ldcg(reinterpret_cast<const float4*>(head.source + 4 * quad));
+                take_apart(heads.low[i][q], heads.high[i][q], four);
+            } else {
+                heads.low[i][q] = __ldcg(reinterpret_cast<const float2*>(head.source + place.x));
+                heads.high[i][q] = __ldcg(reinterpret_cast<const float2*>(head.source + place.y));
+            }
+            heads.cosine[i][q] = heads.sine[i][q] = 0u;
+            if (block.rotary > 0) {
+                heads.cosine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head.rotation + turned));
+                heads.sine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head.rotation + turned + block.rotary / 2));
             }
         }
+    }
+}
+
+// Norm and rotary embedding of the block's queries, and of the new tokens' keys and values if it has them, to shared memory, of
+// keys the part PART (APART: both) and of values the block's; the block's own tokens' keys and values to the caches too. The
+// next ones are on their way meanwhile.
+template <int PART, typename T, int STEPS>
+__device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms,
+                                                 bool has_new) {
+    using Own = Lanes<STEPS>;
+    using Kept = KeptFour<T, INT8>;
+    constexpr int QUADS = Own::QUADS, AT_ONCE = Heads<T, STEPS>::AT_ONCE, SIZE = Block<T, STEPS>::PART;
+    const int lane = threadIdx.x % Own::OF_HEAD, size = block.size;
+    const int keys = has_new ? block.tokens : 0, items = PART == 0 ? 2 * keys + block.rows : keys;
+    const int begin = block.warp * Own::HEADS, group = threadIdx.x / Own::OF_HEAD - begin, step = block.warps * Own::HEADS;
+    Heads<T, STEPS> next{};
+#pragma unroll 1
+    for (int first = begin - AT_ONCE * step; first < items; first += AT_ONCE * step) {
+        Heads<T, STEPS> heads = next;
+        const int own = first + group, behind = first + AT_ONCE * step;
+        read_heads(next, block, behind, behind + group, step, items, keys);
+        if (first < begin) continue;
+        auto& [head, low, high, cosine, sine] = heads;
         auto weight_of = [&](int i, int q, int n) {
-            const float2 weight = head[i].kind == Kind::KEY ? norms.key[q][n] : norms.query[q][n];
-            return head[i].kind == Kind::VALUE ? make_float2(1.f, 1.f) : weight;
+            const float2 weight = heads.head[i].kind == Kind::KEY ? norms.key[q][n] : norms.query[q][n];
+            return heads.head[i].kind == Kind::VALUE ? make_float2(1.f, 1.f) : weight;
         };
 #pragma unroll
         for (int i = 0; i < AT_ONCE && block.q_norm != nullptr; ++i) {
-            if (!BESIDE && first + i * step >= items) break;
+            if (first + i * step >= items) break;
             auto weight = [&](int q, int n) { return NORMS_BEHIND ? make_float2(1.f, 1.f) : weight_of(i, q, n); };
             const bool norms_it = VALUES_NORMED || head[i].kind != Kind::VALUE;
             norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon, norms_it);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (!BESIDE && first + i * step >= items) break;
+            if (first + i * step >= items) break;
             const int rotary = head[i].rotary, cached = head[i].cached * size;
             const bool is_value = head[i].kind == Kind::VALUE;
             unsigned two[QUADS], other[QUADS], bits = 0u;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 auto weight = [&](int n) { return NORMS_BEHIND ? weight_of(i, q, n) : make_float2(1.f, 1.f); };
-                const float2 x = low[i][q], y = high[i][q];
-                rotate<T>(two[q], other[q], x, y, cosine[i][q], sine[i][q], 4 * (lane + 32 * q) < rotary, weight(0), weight(1));
+                const float2 x = heads.low[i][q], y = heads.high[i][q];
+                const bool rotates = 4 * (lane + 32 * q) < rotary;
+                rotate<T>(two[q], other[q], x, y, cosine[i][q], sine[i][q], rotates, weight(0), weight(1));
                 if (is_value) two[q] = pack<T>(x.x, x.y), other[q] = pack<T>(y.x, y.y);  // a zero keeps its sign
                 if (INT8 && 4 * (lane + 32 * q) < size)
                     bits = max(bits, max(quantized::size_bits(unpack<T>(two[q])), quantized::size_bits(unpack<T>(other[q]))));

@@ -93,8 +93,6 @@ template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(co
     } else {
         __syncthreads();
     }
-    STAMP(block, 6);
-    if (NEXT == 3) launch_next_kernel();
     if (block.split_bits == 0 || block.in_cluster) {
         if (block.split >> block.owner_bits == 0) merge_states<false>(block, block.split, block.owner_bits);
         return;
@@ -104,7 +102,6 @@ template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(co
         block.tables->is_last_block = last_of(counter, block.active);
     }
     __syncthreads();
-    STAMP(block, 7);
     if (block.tables->is_last_block) merge_states<true>(block, 0, 0);
 }
 

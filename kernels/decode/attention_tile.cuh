@@ -233,7 +233,7 @@ __device__ __forceinline__ void compute_chunks(Sums& whole, float (&kept)[8][4],
 template <typename T, int STEPS, typename Sums>
 __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], Softmax& softmax,
                                              const Block<T, STEPS>& block, const Rows& rows, const Division& division,
-                                             int round, int stage, bool rehearses) {
+                                             int round, int stage) {
     constexpr bool SHARES = sizeof(Sums) < sizeof(Whole<OWN_STEPS<STEPS>>);
     const int number = block.tile_of(division, block.slot, round);
     const int of_span = number & ((1 << division.tile_bits) - 1), span = number >> division.tile_bits;
@@ -260,7 +260,6 @@ __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], S
     float2 factors[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (REHEARSES && rehearses) continue;
         if (!tile.is_last) targets[half] = TILE_WARPS == 1 ? unfinished_of(block, half) : nullptr;
         else if constexpr (!SHARES) factors[half] = next_maximum(whole.maximum[half], softmax.maximum[half]);
         else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE)

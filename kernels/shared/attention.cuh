@@ -136,7 +136,9 @@ template <typename T, bool INT8> struct KeptFour {
     }
 
     __device__ __forceinline__ void write(Element* key, Element* value, int2 place, int column) const {
-        write_key(key + place.x, key + place.y), write_value(value + column);
+        *reinterpret_cast<Two*>(key + place.x) = two;
+        *reinterpret_cast<Two*>(key + place.y) = other;
+        *reinterpret_cast<Four*>(value + column) = four;
     }
     __device__ __forceinline__ void write_key(Element* of_two, Element* of_other) const {
         *reinterpret_cast<Two*>(of_two) = two, *reinterpret_cast<Two*>(of_other) = other;
