@@ -29,9 +29,9 @@ def check_options(given: Mapping[str, Any]) -> None:
     require(index is None or is_whole(index, 0), "gpu", index, "the index of a GPU, from 0 on, or None")
     expected = f"how many GPUs share the model, from 1 to {MOST_GPUS}"
     require(is_whole(given["gpus"], 1, MOST_GPUS), "gpus", given["gpus"], expected)
-    layers, expected = given["hidden_layers"], "a list of layers, of a model on one GPU, or None"
+    layers, expected = given["hidden_layers"], "a list of layers, or None"
     are_layers = isinstance(layers, Sequence) and len(layers) > 0 and all(is_whole(each, 1) for each in layers)
-    require(layers is None or (are_layers and given["gpus"] == 1), "hidden_layers", layers, expected)
+    require(layers is None or are_layers, "hidden_layers", layers, expected)
     expected = "directories by name, as in {'json': 'adapter-dir'}"
     require(isinstance(adapters, (Mapping, type(None))), "adapters", adapters, expected)
     for name, path in (adapters or {}).items():

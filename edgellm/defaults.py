@@ -9,7 +9,8 @@ from typing import Any
 
 from edgellm.engines.errors import at_place
 from edgellm.engines.formats.small_files import read_text, size_limit
-from edgellm.errors import EngineDirectoryError, RequestError
+from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.errors import EngineDirectoryError, RequestError, shown
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.text.messages import SYSTEM_ROLES, show_media
 from edgellm.text.tokenizer import read_json_object
@@ -50,6 +51,19 @@ class ModelDefaults:
         with at_place(str(path), RequestError, EngineDirectoryError):
             return SamplingParams(**{"temperature": 1.0} | {key: checked_value(key, found[key]) for key in found})
 
+    @cached_property
+    def suppressed_tokens(self) -> tuple[int, ...]:
+        """The token ids that `generation_config.json` keeps out of every answer, as Gemma 4 12B does those of images
+        and sounds: `suppress_tokens`, and `bad_words_ids` of one token. Raises EngineDirectoryError."""
+        path = self._directory / GENERATION_CONFIG
+        published = read_json_object(path)
+        tokens, words = (published.get(key) or [] for key in ("suppress_tokens", "bad_words_ids"))
+        for key, found in (("suppress_tokens", [tokens]), ("bad_words_ids", words)):
+            are_lists = isinstance(found, list) and all(isinstance(ids, list) for ids in found)
+            if not are_lists or not all(is_integer(each) for ids in found for each in ids):
+                raise EngineDirectoryError(f"{path}: {key} is {shown(published[key])}, expected a list of token ids")
+        return (*tokens, *(ids[0] for ids in words if len(ids) == 1))
+
     def with_system_prompt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages of a checked conversation (`checked_messages`) as the chat template gets them.
 
@@ -66,4 +80,4 @@ def _prompt_text(path: Path) -> str | None:
     """The text of a prompt's file without line ends behind it; None where there is no file."""
     if not path.exists():
         return None
-    return read_text(path, size_limit(path.name), EngineDirectoryError).rstrip("\n")
+    return read_text(path, size_limit(path.name), EngineDirectoryError).rstrip("\r\n")

@@ -227,12 +227,12 @@ class OpenedModel(Closing):
                 runner.plan_captures(drafter.plans, drafter.forced_plans)
                 self._capture(CAPTURED_AT_ONCE)
 
-    def _capture(self, most: int) -> int:
-        """Capture up to so many steps of those that are planned; how many. Where one fails, as where memory is short,
-        the rest are captured when they come up."""
+    def _capture(self, most: int, prepare: Callable[[], bool] = lambda: False) -> int:
+        """Capture up to so many steps of those that are planned, then `prepare` more; how many. Where one fails, as
+        where memory is short, the rest are captured when they come up."""
         runner, count = self._open_runner(), 0
         try:
-            while count < most and runner.capture_next():
+            while count < most and (runner.capture_next() or prepare()):
                 count += 1
         except EdgeLLMError as error:
             runner.forget_planned()
@@ -243,9 +243,9 @@ class OpenedModel(Closing):
         return self._open_runner().backend.lost()
 
     def idle(self) -> bool:
-        """See `edgellm.serving.server.Engine`: it captures a step that was left for later."""
+        """See `edgellm.serving.server.Engine`: it captures a step that was left for later, or prepares prompts."""
         with self._exclusive():
-            return self._capture(1) > 0
+            return self._capture(1, self._open_runner().base.prepare_prompt) > 0
 
     def capture_decoding_cuda_graph(self) -> bool:
         """Capture what decoding runs as CUDA graphs now, as far as opening has left it for later: for every batch size

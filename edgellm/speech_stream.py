@@ -8,6 +8,8 @@ import numpy as np
 
 from edgellm.errors import is_whole, require
 from edgellm.llm import LLM
+from edgellm.multimodal.log_mel import Sound
+from edgellm.requests import Request
 from edgellm.transcription import LANGUAGES, Transcription, language_name, transcription_of, transcription_request
 
 
@@ -29,41 +31,49 @@ class SpeechStream:
         unfixed: int = 5,
         **options: Any,
     ) -> None:
-        """Samples have `rate` Hz; the others are those of `transcription_request`. Raises RequestError."""
+        """Samples have `rate` Hz; the others are those of `transcription_request`, `max_tokens` the most new ones of a
+        call. Raises RequestError, AudioError for a wrong rate."""
         require(is_whole(unfixed, 0), "unfixed", unfixed, "a whole number of tokens")
-        self._llm, self._rate, self._prompt, self._unfixed, self._options = llm, rate, prompt, unfixed, options
+        self._llm, self._prompt, self._unfixed, self._options = llm, prompt, unfixed, options
         self._family = llm.directory.config.family
         #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.
         self._asked = self._language = language_name(language)
-        self._samples: list[np.ndarray] = []
-        self._said = ""
+        self._sound, self._said, self._tokens = Sound(rate), "", 0
+        # The first request need not wait for what it shares with all, as the chat template's compilation.
+        llm._runtime.count_tokens(self._request(self._sound.followed_by(np.zeros(1)), self._asked, ""))
 
     @property
     def seconds(self) -> float:
         """How long what was heard is."""
-        return sum(map(len, self._samples)) / self._rate
+        return self._sound.count / self._sound.rate
 
     def hear(self, samples: np.ndarray) -> Transcription:
-        """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, ContextError where the
-        whole is longer than the context holds."""
-        self._samples.append(np.array(samples))
-        found = self._transcribed(self._language, self._said)
+        """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, and ContextError where the
+        whole is longer than the context holds; where it raises, nothing was heard: `finish`, and begin another stream
+        with these samples."""
+        sound = self._sound.followed_by(samples)
+        found = self._transcribed(sound, self._language, self._said)
+        self._sound = sound
         if self._language is None and found.language in LANGUAGES.values():
             self._language = found.language
+        tokenizer = self._llm.tokenizer
+        ids = tokenizer.encode(found.text)
+        self._tokens = len(ids)
         if self._language is not None or self._family != "qwen3_asr":  # answers of others name none
-            tokenizer = self._llm.tokenizer
-            ids = tokenizer.encode(found.text)
             kept = tokenizer.decode(ids[: max(0, len(ids) - self._unfixed)])
             self._said = kept.rstrip("\N{REPLACEMENT CHARACTER}")  # a part of a character
         return found
 
     def finish(self) -> Transcription:
         """What was said, written anew as a whole."""
-        return self._transcribed(self._asked, "")
+        return self._transcribed(self._sound, self._asked, "")
 
-    def _transcribed(self, language: str | None, said: str) -> Transcription:
-        whole = np.concatenate(self._samples) if self._samples else np.zeros(0, np.float32)
-        sound = whole, self._rate
-        request = transcription_request(self._family, sound, language, self._prompt, said, **self._options)
-        with self._llm.submit(request) as generation:
+    def _transcribed(self, sound: Sound, language: str | None, said: str) -> Transcription:
+        with self._llm.submit(self._request(sound, language, said)) as generation:
             return transcription_of(generation.result(), language, said)
+
+    def _request(self, sound: Sound, language: str | None, said: str) -> Request:
+        options = self._options
+        if self._tokens and not said and options.get("max_tokens") is not None:  # what is known is written anew
+            options = options | {"max_tokens": options["max_tokens"] + self._tokens}
+        return transcription_request(self._family, sound, language, self._prompt, said, **options)

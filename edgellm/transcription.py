@@ -51,7 +51,7 @@ def language_name(language: str | None) -> str | None:
 def transcription_request(
     family: str, source: Any, language: str | None = None, prompt: str | None = None, said: str = "", **options: Any
 ) -> Request:
-    """The request to a model of a `family` (`DecoderConfig.family`) for what is said in a sound, as `read_audio` takes
+    """The request to a model of a `family` (`DecoderConfig.family`) for what is said in a sound, as `heard` takes
     it; greedy unless the `options` say otherwise.
 
     A `language` (a code or name; None: the model finds out) and what was `said` so far begin the answer. The `prompt`

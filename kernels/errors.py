@@ -62,7 +62,7 @@ STICKY_ERRORS = {
 
 
 class DeviceLostError(EdgeLLMError):
-    """The GPU has failed, and this process can compute nothing more on it."""
+    """The GPU has failed, or one of those that share a model, and nothing more can be computed on it."""
 
     @classmethod
     def of(cls, code: int) -> DeviceLostError | None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -224,15 +224,3 @@ class KeptKernels:
         else:
             reason = f"The kernels that are kept with the model for {gpu.architecture} lack {name}"
         return f"{reason}. Where there is a compiler: {command}"
-
-
-def manifest_of(
-    architecture: str,
-    release: tuple[int, int],
-    multiprocessors: Iterable[int],
-    created_with: str,
-    modules: Iterable[KeptModule],
-) -> Manifest:
-    """A manifest whose modules are in the order of their files' names."""
-    ordered = tuple(sorted(modules, key=lambda module: module.file))
-    return Manifest(architecture, release, tuple(sorted(multiprocessors)), created_with, ordered)

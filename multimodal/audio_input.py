@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import struct
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,6 @@ from edgellm.engines.errors import AudioError
 from edgellm.kernels.errors import shown
 from edgellm.multimodal.sources import check_bytes, file_bytes
 
-#: A path, the bytes of a file, or samples [N] or [N, channels] with their rate in Hz.
-AudioSource = str | Path | bytes | tuple[np.ndarray, int]
 RATES = range(1000, 768_001)
 #: What a file may have before it is decoded, of which few bytes of FLAC may promise more.
 SOURCE_SAMPLES = 64_000_000
@@ -27,13 +26,9 @@ _EXTENSIBLE = 0xFFFE
 _ZEROS, _CUTOFF, _BETA, _PHASES = 32, 0.945, 9.0, 256
 
 
-def read_audio(source: AudioSource, rate: int, most_seconds: float) -> np.ndarray:
-    """The sound of a source as float32 samples [N] from -1 to 1 at `rate` Hz (see `heard`)."""
-    samples, own = heard(source, most_seconds)
-    return resampled(samples, own, rate)
-
-
-def heard(source: AudioSource, most_seconds: float = math.inf) -> tuple[np.ndarray, int]:
+def heard(
+    source: str | Path | bytes | tuple[np.ndarray, int], most_seconds: float = math.inf
+) -> tuple[np.ndarray, int]:
     """The sound of a source as float32 samples [N] from -1 to 1, channels averaged, and their rate in Hz.
 
     `source` is a path or the bytes of a file (WAV; what else the package soundfile reads, where it is installed), or
@@ -65,24 +60,33 @@ def resampled(samples: np.ndarray, rate: int, target: int) -> np.ndarray:
     """
     if rate == target or not len(samples):
         return samples
-    divisor = math.gcd(rate, target)
-    up, down = target // divisor, rate // divisor
-    cutoff = _CUTOFF * min(1.0, target / rate)
-    reach = math.ceil(_ZEROS / cutoff)
+    up, down, reach = resampling(rate, target)
     count = -(-len(samples) * up // down)
     padded = np.concatenate((np.zeros(reach, np.float32), samples, np.zeros(2 * reach + down, np.float32)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
     result = np.empty(count, np.float32)
     for first in range(0, min(up, count), _PHASES):
-        places, beyond = np.divmod(np.arange(first, min(up, count, first + _PHASES)) * down, up)
-        times = np.arange(-reach, reach + 1) - beyond[:, None] / up
-        inside = np.sqrt(np.maximum(0.0, 1 - (times / (reach + 1)) ** 2))
-        weights = np.sinc(cutoff * times) * np.i0(_BETA * inside)
-        weights /= weights.sum(axis=1, keepdims=True)
-        for phase, (place, own) in enumerate(zip(places.tolist(), weights.astype(np.float32), strict=True), first):
+        for phase, own in enumerate(_weights(rate, target, first, min(up, count, first + _PHASES)), first):
             outputs = result[phase::up]  # einsum, for threads of BLAS would wait for each other in small products
-            np.einsum("nk,k->n", windows[place::down][: len(outputs)], own, out=outputs)
+            np.einsum("nk,k->n", windows[phase * down // up :: down][: len(outputs)], own, out=outputs)
     return result
+
+
+def resampling(rate: int, target: int) -> tuple[int, int, int]:
+    """So many samples at the `target` stand for so many, and one follows from so many to either side."""
+    divisor = math.gcd(rate, target)
+    reach = 0 if rate == target else math.ceil(_ZEROS / (_CUTOFF * min(1.0, target / rate)))
+    return target // divisor, rate // divisor, reach
+
+
+@lru_cache(maxsize=4)
+def _weights(rate: int, target: int, first: int, last: int) -> np.ndarray:
+    """[n, 2 reach + 1] float32: what outputs of the phases `first` to `last` - 1 take of the inputs around."""
+    up, down, reach = resampling(rate, target)
+    times = np.arange(-reach, reach + 1) - (np.arange(first, last) * down % up)[:, None] / up
+    inside = np.sqrt(np.maximum(0.0, 1 - (times / (reach + 1)) ** 2))
+    weights = np.sinc(_CUTOFF * min(1.0, target / rate) * times) * np.i0(_BETA * inside)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float32)
 
 
 def _mono(samples: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.errors import AudioError, CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.audio import AudioConfig
+from edgellm.multimodal.audio_input import heard, resampled, resampling
 from edgellm.multimodal.processor_config import PREPROCESSOR_FILE, PROCESSOR_FILE, processor_values
 
 #: What the published extractor has where the file does not say, and the most that is taken; `min_length` is in samples.
@@ -36,8 +38,9 @@ _GEMMA4: Mapping[str, Any] = {
 _HIGHEST, _LINEAR, _LINEAR_MELS, _STEP = 8000.0, 1000.0, 15.0, np.log(6.4) / 27
 #: What is quieter than the loudest by more than so much, in powers of ten, counts as that.
 _RANGE = 8.0
-#: Frames of a block at most, and how many blocks are kept: 5 minutes of speech that goes on, in 35 MiB.
-_BLOCK, _KEPT_BLOCKS = 200, 150
+_NOTHING = np.zeros(0, np.float32)
+#: Frames of a block and of a part at most; how many blocks are kept, as those of silence behind a sound are all alike.
+_BLOCK, _PART, _KEPT_BLOCKS = 200, 100, 4
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,12 @@ class MelConfig:
     bins: int
     step: int = 1
     frame: int = 0
-    part: int = 200
+    part: int = _PART
 
-    def filled(self, samples: int) -> int:
-        """How many so many samples are with the silence behind them."""
-        return -(-max(samples, self.least) // self.step) * self.step
+    @property
+    def size(self) -> int:
+        """Samples of a frame."""
+        return self.frame or self.transform
 
 
 class _Part(NamedTuple):
@@ -93,7 +97,10 @@ class PreparedAudio:
 
     def features(self, first: int, last: int) -> np.ndarray:
         """Those of windows side by side, [bins, F] float32."""
-        return _features(self.parts, slice(first * self.window_parts, last * self.window_parts))
+        own = self.parts[first * self.window_parts : last * self.window_parts]
+        logarithms = np.concatenate([part.logarithms for part in own], axis=1)
+        loudest = np.float32(max(part.loudest for part in self.parts))
+        return (np.maximum(logarithms, loudest - np.float32(_RANGE)) + 4) / 4 if loudest > -np.inf else logarithms
 
 
 def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
@@ -137,68 +144,79 @@ def _gemma4(file: Path, values: Mapping[str, Any], config: AudioConfig) -> MelCo
 
 def _part_frames(config: AudioConfig) -> int:
     """Frames of a part: windows are whole parts, but for the last."""
-    return next(size for size in range(min(_BLOCK, config.window_frames), 0, -1) if not config.window_frames % size)
+    return next(size for size in range(min(_PART, config.window_frames), 0, -1) if not config.window_frames % size)
 
 
-def prepare_audio(samples: np.ndarray, mel: MelConfig, config: AudioConfig) -> PreparedAudio:
-    """float32 samples [N] at the rate of `mel`, as the encoder takes them: features of each window, none longer."""
-    parts, window = _heard(samples, mel), config.window_frames
-    heard, loudest = sum(part.logarithms.shape[1] for part in parts), max(part.loudest for part in parts)
-    if config.family == "qwen2_audio":  # the silence behind the sound is not; three frames make a token
-        heard = max(3, -(-len(samples) // mel.hop))
-    frames = tuple(min(window, heard - start) for start in range(0, heard, window))
-    frames = tuple(count for count in frames if config.rows(count))
-    digests, before, size = list[str](), "", window // mel.part
-    for number, count in enumerate(frames):
-        own = "".join(part.digest for part in parts[number * size : (number + 1) * size])
-        digests.append(hashlib.sha256(f"{before}{loudest} {count} {own}".encode()).hexdigest())
-        before = digests[-1] if config.lead_windows else ""
-    return PreparedAudio(parts, size, frames, tuple(digests), sum(map(config.rows, frames)))
+class Sound:
+    """A sound, which may go on, for one model: what is new alone is resampled and measured.
 
-
-def log_mel(samples: np.ndarray, mel: MelConfig) -> np.ndarray:
-    """Log-mel features [bins, F] float32 of samples [N], F = filled(N) // hop.
-
-    The power of each transform under a Hann window, its middle at the frame, the sound mirrored at its ends; summed in
-    mel bands; its logarithm to base 10, at least that of the loudest less 8, plus 4, by 4. The last frame of those that
-    the sound has is left out, as published.
+    Features that know all around them stay, and of the samples the last ones, from which others follow.
     """
-    return _features(_heard(samples, mel))
+
+    def __init__(self, rate: int, samples: np.ndarray = _NOTHING) -> None:
+        """Samples [N] and their rate in Hz, as `heard` gives them."""
+        self.rate, self.count = rate, len(samples)
+        #: Samples from the `_first` on, and the parts before the frames that need these.
+        self._tail, self._first, self._final = samples, 0, tuple[_Part, ...]()
+
+    def followed_by(self, samples: np.ndarray) -> Sound:
+        """This sound, which stays as it is, and more samples, as `heard` takes them, or none. Raises AudioError."""
+        grown, samples = copy(self), np.asarray(samples)
+        if samples.size:
+            new, _ = heard((samples, self.rate))
+            grown.count, grown._tail = self.count + len(new), np.concatenate((self._tail, new))
+        return grown
+
+    def prepared(self, mel: MelConfig, config: AudioConfig) -> PreparedAudio:
+        """The sound as the encoder takes it: features of each window, none longer. AudioError where there is none."""
+        if not self.count:
+            raise AudioError("there is no sound yet: give at least one sample")
+        (up, down, reach), back = resampling(self.rate, mel.rate), mel.size // 2
+        skipped, samples = self._first // down * up, resampled(self._tail, self.rate, mel.rate)
+        parts = self._final + _parts(samples, skipped, len(self._final) * mel.part, mel)
+        known = (self.count - reach) * up // down  # of the samples at the model's rate
+        self._final = parts[: max(0, (known - back) // mel.hop) // mel.part]
+        needed = (len(self._final) * mel.part * mel.hop - back) * down // up - reach
+        first = max(self._first, needed // down * down)
+        self._tail, self._first = self._tail[first - self._first :], first
+        window, size = config.window_frames, config.window_frames // mel.part
+        measured, loudest = sum(part.logarithms.shape[1] for part in parts), max(part.loudest for part in parts)
+        if config.family == "qwen2_audio":  # the silence behind the sound is not; three frames make a token
+            measured = max(3, -(-(skipped + len(samples)) // mel.hop))
+        frames = tuple(min(window, measured - start) for start in range(0, measured, window))
+        frames = tuple(count for count in frames if config.rows(count))
+        digests, before = list[str](), ""
+        for number, count in enumerate(frames):
+            own = "".join(part.digest for part in parts[number * size : (number + 1) * size])
+            digests.append(hashlib.sha256(f"{before}{loudest} {count} {own}".encode()).hexdigest())
+            before = digests[-1] if config.lead_windows else ""
+        return PreparedAudio(parts, size, frames, tuple(digests), sum(map(config.rows, frames)))
 
 
-def _features(parts: tuple[_Part, ...], own: slice = slice(None)) -> np.ndarray:
-    """Features [bins, F] of its own of a sound's `parts`."""
-    logarithms = np.concatenate([part.logarithms for part in parts[own]], axis=1)
-    loudest = np.float32(max(part.loudest for part in parts))
-    return (np.maximum(logarithms, loudest - np.float32(_RANGE)) + 4) / 4 if loudest > -np.inf else logarithms
-
-
-def _heard(samples: np.ndarray, mel: MelConfig) -> tuple[_Part, ...]:
-    """The parts of samples [N], block by block."""
-    length = mel.filled(len(samples))
-    padded = np.concatenate((samples, np.zeros(length - len(samples), np.float32)), dtype=np.float32)
-    if mel.frame:
-        padded = np.concatenate((np.zeros(mel.frame // 2, np.float32), padded))
-        frames = (len(padded) - mel.frame - 1) // mel.hop + 1
-    else:
-        half, frames = mel.transform // 2, length // mel.hop
-        padded = np.concatenate((padded[half:0:-1], padded, padded[-2 : -half - 2 : -1]))
-    found, size = list[_Part](), mel.frame or mel.transform
-    block = mel.part * max(1, _BLOCK // mel.part)
-    for first in range(0, frames, block):
-        last = min(first + block, frames) - 1
-        found += _parts(padded[first * mel.hop : last * mel.hop + size].tobytes(), mel)
+def _parts(samples: np.ndarray, skipped: int, first: int, mel: MelConfig) -> tuple[_Part, ...]:
+    """Those of the frames of a sound from the `first` on, the beginning of a part. The `samples` [N] are the sound's
+    last ones, behind those that are `skipped`, which these frames do not need; at its ends it is mirrored (Gemma 4's:
+    silence is before it), and the last frame of those that it has is left out, as published."""
+    back, length = mel.size // 2, -(-max(skipped + len(samples), mel.least) // mel.step) * mel.step
+    padded = np.concatenate((samples, np.zeros(length - skipped - len(samples), np.float32)), dtype=np.float32)
+    before = np.zeros(back, np.float32) if mel.frame else padded[back:0:-1]
+    behind = _NOTHING if mel.frame else padded[-2 : -back - 2 : -1]
+    count = ((length - back - 1) // mel.hop + 1 if mel.frame else length // mel.hop) - first
+    padded = np.concatenate((before, padded, behind))[first * mel.hop - skipped :]
+    found, block = list[_Part](), mel.part * max(1, _BLOCK // mel.part)
+    for place in range(0, count, block):
+        last = min(place + block, count) - 1
+        found += _measured(padded[place * mel.hop : last * mel.hop + mel.size].tobytes(), mel)
     return tuple(found)
 
 
 @lru_cache(maxsize=_KEPT_BLOCKS)
-def _parts(samples: bytes, mel: MelConfig) -> list[_Part]:
-    """Those of the frames of float32 `samples`. What was heard lately is kept: a sound that goes on is heard again from
-    its beginning."""
+def _measured(samples: bytes, mel: MelConfig) -> list[_Part]:
+    """The parts of the frames of float32 `samples`: the power of each transform under a Hann window, summed in mel
+    bands; its logarithm to base 10, from which features follow: at least that of the loudest less 8, plus 4, by 4."""
     given = np.frombuffer(samples, np.float32).astype(np.float64)
-    size = mel.frame or mel.transform
-    frames = np.lib.stride_tricks.sliding_window_view(given, size)[:: mel.hop]
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size)
+    frames = np.lib.stride_tricks.sliding_window_view(given, mel.size)[:: mel.hop]
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(mel.size) / mel.size)
     spectrum = np.fft.rfft(frames * window, mel.transform)
     if mel.frame:
         logarithms = np.log(_in_bands(np.abs(spectrum), mel) + _GEMMA4["mel_floor"])

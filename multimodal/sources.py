@@ -45,7 +45,7 @@ _LONGEST_PATH = 4096
 
 
 def source_of_url(url: str, kind: str) -> Path | bytes:
-    """What `read_image` and `read_audio` take for a URL to a `kind` of media: the bytes of a `data:` URL, the path of a
+    """What `read_image` and `heard` take for a URL to a `kind` of media: the bytes of a `data:` URL, the path of a
     `file:` URL, or a plain path.
 
     Raises the kind's error for other schemes, a malformed URL, and more data than it may have, before it is decoded.

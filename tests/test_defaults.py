@@ -48,7 +48,7 @@ def engines(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The tiny model with a system prompt of its own."""
     folder = tmp_path_factory.mktemp("defaults")
     checkpoint = shutil.copytree(tiny_checkpoint, folder / "checkpoint")
-    (checkpoint / "system_prompt.txt").write_text(SYSTEM + "\n\n")
+    (checkpoint / "system_prompt.txt").write_bytes(f"{SYSTEM}\r\n\n".encode())  # as some editors end lines
     build_engine_directory(checkpoint, folder / "robot", EngineLimits(2, 16, 240), [])
     return folder / "robot"
 
@@ -202,6 +202,37 @@ def test_recommended_sampling_is_there_to_be_asked_for(shipped: LLM, llm: LLM) -
 def test_sampling_of_a_directory(tmp_path: Path, published: dict[str, object], expected: SamplingParams) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(published))
     assert ModelDefaults(tmp_path).params == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"suppress_tokens": 5}, {"suppress_tokens": ["<audio|>"]}, {"bad_words_ids": [True]}, {"bad_words_ids": 1}],
+)
+def test_wrong_suppressed_tokens_are_named(tmp_path: Path, wrong: dict[str, object]) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(
+        EngineDirectoryError, match=rf"generation_config\.json: {next(iter(wrong))} is .* list of token ids"
+    ):
+        _ = ModelDefaults(tmp_path).suppressed_tokens
+
+
+def test_suppressed_tokens_are_in_no_answer(llm: LLM, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Gemma 4 12B says tokens of images and sounds among words where these are not kept out."""
+    usual = [llm.generate(QUESTION, SHORT, seed=seed, temperature=seed / 4).token_ids for seed in range(6)]
+    never = sorted({token for answer in usual for token in answer[::2]})
+    (end, *_), (first, *others) = llm.directory.config.eos_token_ids, never
+    published = {"suppress_tokens": [-1, end, *others, 1 << 31], "bad_words_ids": [[first], [end], [7, 8]]}
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    (checkpoint / "generation_config.json").write_text(json.dumps(published))
+    build_engine_directory(checkpoint, tmp_path / "robot", EngineLimits(2, 16, 240), [])
+    expected = llm.generate(QUESTION, SHORT, bad_words=[[each] for each in never])
+    with LLM(tmp_path / "robot", backend="numpy") as other:
+        assert other.generate(QUESTION, SHORT).token_ids == expected.token_ids
+        for seed in range(1, 6):
+            answer = other.generate(QUESTION, SHORT, seed=seed, temperature=seed / 4, logit_bias={never[0]: 100})
+            assert not set(never) & set(answer.token_ids)
+        assert set(other.generate(QUESTION, SHORT, allowed_token_ids=[first]).token_ids) == {first}
+        assert other.generate(QUESTION, max_tokens=9, logit_bias={end: 100}).usage.completion_tokens == 1
 
 
 def test_wrong_recommendations_are_named_when_they_are_asked_for(tmp_path: Path) -> None:

@@ -143,9 +143,13 @@ def explaining() -> Iterator[None]:
     except BrokenPipeError:
         _end_output()
         raise typer.Exit(BROKEN_PIPE) from None
-    except (EdgeLLMError, MemoryError, OSError) as error:
+    except (EdgeLLMError, MemoryError, OSError, RuntimeError) as error:
         words = str(error)
-        if isinstance(error, MemoryError):
+        if isinstance(error, RuntimeError):
+            if "start new thread" not in words:
+                raise
+            words = "no further thread can be started: allow more tasks (ulimit -u, TasksMax, --pids-limit) or memory"
+        elif isinstance(error, MemoryError):
             words = "there is not enough memory for this on the machine"
         elif isinstance(error, OSError):
             _end_output()

@@ -18,7 +18,7 @@ from edgellm.commands.table import option, takes_options
 from edgellm.engines.backends import plan_files
 from edgellm.engines.backends.device_layouts import PackedLayouts, gpu_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.planned_engines import planned_engines
+from edgellm.engines.building.needed_kernels import planned_engines
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.description import ModelSource

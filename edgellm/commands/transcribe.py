@@ -17,6 +17,7 @@ from edgellm.kernels.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
+    from edgellm.transcription import Transcription
 
 
 class TranscribeOptions(
@@ -37,7 +38,9 @@ class TranscribeOptions(
         least=0.1,
     )
     rate: int = option("Hz of raw samples, of 16 bits, little-endian, one channel.", default=16000, least=1000)
-    max_tokens: int | None = option("Most tokens of an answer [default: all that the context holds].", least=1)
+    max_tokens: int | None = option(
+        "Most tokens of an answer, with --every new ones of each [default: all that the context holds].", least=1
+    )
     json_output: bool = option("Print a JSON object in place of the text.", "--json", rich_help_panel="Output")
 
 
@@ -72,18 +75,28 @@ def transcribe(given: TranscribeOptions) -> None:
 
 
 def _follow(llm: LLM, given: TranscribeOptions, every: float, asked: dict[str, Any]) -> None:
-    """Print what was said so far again and again, and at the end what was said in all."""
+    """Print what was said so far again and again, and at the end what was said in all. Where the context has no room
+    for more, that is an end, too: what follows is another stream."""
     import numpy as np
 
     from edgellm.speech_stream import SpeechStream
 
-    stream = SpeechStream(llm, given.rate, given.language, **asked)
-    is_final = False
-    while not is_final:
-        data = sys.stdin.buffer.read(2 * max(1, round(every * given.rate)))
-        samples, is_final = np.frombuffer(data[: len(data) // 2 * 2], "<i2"), len(data) < 2
-        if (is_final and not stream.seconds) or (not stream.seconds and data[:4] == b"RIFF"):
-            raise AudioError("standard input is empty or a WAV file: --every takes raw samples, as of arecord -t raw")
-        found = stream.finish() if is_final else stream.hear(samples)
-        about = {"text": found.text, "language": found.language, "seconds": stream.seconds, "final": is_final}
+    def say(found: Transcription, is_final: bool) -> None:
+        about = {"text": found.text, "language": found.language, "seconds": before + stream.seconds, "final": is_final}
         print(json.dumps(about) if given.json_output else found.text, flush=True)
+
+    size, before, data = 2 * max(1, round(every * given.rate)), 0.0, b"\0\0"
+    while len(data) > 1:
+        stream, left, taken = SpeechStream(llm, given.rate, given.language, **asked), llm.context_length, 0
+        # As long as there is room for as much as came last, and what is said in it.
+        while left >= 2 * taken and len(data := sys.stdin.buffer.read(size)) > 1:
+            if data[:4] == b"RIFF" and not before + stream.seconds:
+                break
+            found = stream.hear(np.frombuffer(data[: len(data) // 2 * 2], "<i2"))
+            say(found, False)
+            left, taken = found.response.usage.context_left, left - found.response.usage.context_left
+        if stream.seconds:
+            say(stream.finish(), True)
+        elif not before:
+            raise AudioError("standard input is empty or a WAV file: --every takes raw samples, as of arecord -t raw")
+        before += stream.seconds

@@ -47,6 +47,8 @@ _MOST_SYSTEM_PROMPTS = 16
 _LONG_PROMPT = 512
 #: What kernels take of a request's sampling as it is.
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+#: What is added to the logit of a token that no answer has, unless rules leave no other.
+_SUPPRESSION = -1e9
 _SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "logit_bias")
 
 
@@ -69,7 +71,10 @@ class Preparation:
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
         #: How the model calls tools.
         self.tools = ToolCalling(tokenizer, directory.tool_format)
-        self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.config.eos_token_ids)
+        vocab_size, ends = directory.config.vocab_size, directory.config.eos_token_ids
+        suppressed = (each for each in defaults.suppressed_tokens if 0 <= each < vocab_size and each not in ends)
+        self._suppressed = dict.fromkeys(suppressed, _SUPPRESSION)
+        self._rules = RuleMaker(tokenizer, vocab_size, ends)
 
     def sequence(
         self,
@@ -112,7 +117,7 @@ class Preparation:
         tally = DraftingTally(runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
             prompt.token_ids,
-            sampling_values(params),
+            sampling_values(params, self._suppressed),
             answer,
             clock,
             params.max_tokens,
@@ -262,9 +267,11 @@ class Preparation:
             )
 
 
-def sampling_values(params: SamplingParams) -> SamplingValues:
-    """A request's sampling, as the kernels take it."""
+def sampling_values(params: SamplingParams, biases: Mapping[int, float] | None = None) -> SamplingValues:
+    """A request's sampling, as the kernels take it; `biases` of tokens go before the request's own."""
     values = {name: getattr(params, name) for name in _SAMPLING_VALUES}
+    if biases:
+        values["logit_bias"] = tuple(sorted({**dict(params.logit_bias), **biases}.items()))
     return SamplingValues(**values, seed=params.seed or 0)
 
 

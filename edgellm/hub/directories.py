@@ -17,6 +17,7 @@ from edgellm.engines.directories.description import ModelSource
 from edgellm.engines.directories.engine_directory import EngineDirectory, file_folder
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.formats.digests import hash_bytes
+from edgellm.engines.formats.staged_directory import is_taken
 from edgellm.engines.gguf.encoders import takes_images
 from edgellm.engines.lora.adapter import adapter_rank
 from edgellm.engines.model.config import MTP
@@ -214,9 +215,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if is_taken(descriptor):
             logger.warning("Another process prepares a model in %s: waiting for it", folder)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -166,7 +166,7 @@ def _asked(name: HubName, revision: str, api: HfApi, progress: Progress) -> Down
     """The files that the name stands for at a revision, as the hub says now or, offline, as its cache has them."""
     from huggingface_hub import constants
 
-    storage = Path(constants.HF_HUB_CACHE) / f"models--{name.repository.replace('/', '--')}"
+    storage = Path(constants.HF_HUB_CACHE).absolute() / f"models--{name.repository.replace('/', '--')}"
     if constants.is_offline_mode():
         commit, files = _in_cache(name, revision, storage)
     else:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from edgellm.engines.directories.description import DESCRIPTION_NAME
 from edgellm.engines.directories.engine_directory import EngineDirectory, file_folder
-from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.errors import EngineDirectoryError, HubError, did_you_mean
 from edgellm.hub.directories import LOCK_NAME, local_directory, locked
@@ -100,12 +99,12 @@ def existing_directory(model: str | Path) -> Path:
 
 
 def remember_built(path: Path) -> None:
-    """Note that an engine directory was built there, for `models`; where the cache cannot be written it is not."""
-    known = [str(each) for each in built_directories()]
-    with suppress(OSError):
-        place = user_cache_directory() / "models" / _BUILT_NAME
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(place, json.dumps(list(dict.fromkeys([*known, str(path.absolute())])), indent=1).encode())
+    """Note that an engine directory was built there, for `models`, and so that `remove` leaves what it links to; where
+    the cache cannot be written it is not."""
+    place = user_cache_directory() / "models" / _BUILT_NAME
+    with locked(place.parent), suppress(OSError):  # what builds at the same time is not forgotten
+        known = map(str, [*built_directories(), path.absolute()])
+        write_atomically(place, json.dumps(list(dict.fromkeys(known)), indent=1).encode())
 
 
 def built_directories() -> list[Path]:
@@ -186,10 +185,8 @@ def remove(name: HubName, revision: str | None = None) -> Removal:
 
 def _remove_directory(directory: EngineDirectory, removal: Removal) -> None:
     """Remove the files that an engine directory describes, its plans and kernels, and the folders then empty."""
-    parts = {f"{DRAFT_FOLDER}/": directory.draft, f"{VISION_FOLDER}/": directory.vision}
     known = {DESCRIPTION_NAME, *directory.files}
-    known |= {f"{prefix}{file}" for prefix, part in parts.items() if part is not None for file in part.files or ()}
-    known |= {f"{LORA_FOLDER}/{key}/{file}" for key, part in directory.adapters.items() for file in part.files}
+    known |= {f"{folder}/{file}" for folder, files in directory.part_files.items() for file in files}
     for place, folders, files in os.walk(directory.path, topdown=False):
         for path in (Path(place) / file for file in files):
             relative = path.relative_to(directory.path)
@@ -225,6 +222,9 @@ def _remove_downloads(chosen: list[Download], kept: tuple[Download, ...], remova
         linked = {path.resolve() for path in (download.storage / "snapshots").rglob("*") if path.is_symlink()}
         for file, found in download.files.items():
             blob = download.blob(file)
+            if found.blob and found.digest:  # what downloads left that were killed
+                for part in blob.parent.glob(f"{found.digest}*.incomplete"):
+                    removal.unlink(part)
             if not found.blob or not blob.is_file() or blob.resolve() in linked:
                 continue
             if blob.resolve() in needed:

@@ -16,13 +16,13 @@ from edgellm.engines.families.audio_encoders import AUDIO_CACHE_BYTES, audio_inp
 from edgellm.engines.families.programs import model_program, model_weights
 from edgellm.engines.model.limits import EngineShape, audio_shape
 from edgellm.engines.recently_used import RecentlyUsed
-from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.errors import AudioError
 from edgellm.kernels.arrays import Array
 from edgellm.metrics import Metrics
-from edgellm.multimodal.audio_input import read_audio as read_samples
-from edgellm.multimodal.log_mel import PreparedAudio, prepare_audio, read_mel_config
+from edgellm.multimodal.audio_input import heard
+from edgellm.multimodal.log_mel import PreparedAudio, Sound, read_mel_config
 from edgellm.multimodal.sources import source_of_url
 from edgellm.text.messages import MediaReference
 
@@ -52,16 +52,21 @@ class AudioEncoder:
         if backend is not None:
             self._backend = backend
             self._engines = LoadedEngines(backend, [audio_shape(directory.limits.audio_rows)])
+            self._steps = CapturedSteps(backend)
             self.memory = audio_memory(self.config, backend.compute_dtype, backend.computes_at_once)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         with closing(self._directory.checkpoint()) as checkpoint:
             self._weights = self._backend.load_weights(checkpoint, model_weights(self.config), progress)
+        silence = np.zeros((self.config.mel_bins, self.config.window_frames), np.float32)
+        for _ in range(2 if self._backend.fixed_shapes else 0):  # the second run is captured, before one waits for it
+            self._encoded(silence, self.config.window_frames, ["silence"], 0)
 
     def prepare(self, reference: MediaReference) -> PreparedAudio:
         with at_place(reference.name, AudioError):
             source = source_of_url(str(reference.source), "audio") if reference.is_url else reference.source
-            return prepare_audio(read_samples(source, self.mel.rate, self._most_seconds), self.mel, self.config)
+            sound = source if isinstance(source, Sound) else Sound(*reversed(heard(source, self._most_seconds)))
+            return sound.prepared(self.mel, self.config)
 
     def written(self, piece: PreparedAudio, number: int) -> list[int]:
         before, behind = self.config.around
@@ -90,6 +95,7 @@ class AudioEncoder:
 
     def close(self) -> None:
         self._cache.clear()
+        self._steps.clear()
         self._engines.clear()
         self._arrays.clear()
         self._weights = {}
@@ -109,7 +115,7 @@ class AudioEncoder:
         engine = self._engines.bound(shape, slice(0, 1), bindings, keep=backend.fixed_shapes)
         for name, values in audio_inputs(config, shape, features, frames).items():
             backend.upload(arrays[name], values)
-        engine.enqueue()
+        self._steps.run(shape, {"speech": engine.enqueue})
         starts = range(lead * config.window_frames, frames, config.window_frames)
         counts = [config.rows(min(config.window_frames, frames - start)) for start in starts]
         first, found = config.rows(starts[0]), list[MediaEmbeddings]()

@@ -6,12 +6,9 @@ Only a runner that is observed costs anything: it is wrapped, and its rounds run
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.backends.base import Backend
@@ -19,6 +16,7 @@ from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import MissingDependencyError
+from edgellm.kernels.nvrtc import toolkit_roots, wheel_folders
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.slots import SlotSnapshots
 
@@ -148,8 +146,8 @@ _LIBRARY_NAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
 
 def library_candidates() -> list[str]:
     """Where the library of NVTX may be: in the wheel, in the toolkit, or where the system's loader finds it."""
-    folders = [folder for path in sys.path for folder in sorted(Path(path).glob("nvidia/*/lib"))]
-    folders += [Path(root) / "lib64" for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
+    folders = [folder for wheels in wheel_folders() for folder in sorted(wheels.glob("*/lib"))]
+    folders += [root / "lib64" for root in toolkit_roots()]
     files = [folder / name for folder in folders for name in _LIBRARY_NAMES]
     return [*(str(file) for file in files if file.is_file()), *_LIBRARY_NAMES]
 

@@ -108,7 +108,8 @@ class StagedFile:
         while True:
             self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")
             self.file = self.path.open("xb")
-            fcntl.flock(self.file, fcntl.LOCK_EX)  # says, until the process ends, that it is being written
+            with suppress(OSError):  # where the file system has no locks nothing is taken for abandoned
+                fcntl.flock(self.file, fcntl.LOCK_EX)  # says, until the process ends, that it is being written
             if self.path.exists():  # not taken for an abandoned one before it was locked
                 return self
             self.file.close()

@@ -130,7 +130,7 @@ _TEXT_EXAMPLE = '{"type": "text", "text": "..."}'
 
 @dataclass(frozen=True, eq=False)
 class MediaReference:
-    """A piece of a `kind` of media that a request shows: its `source`, as `read_image`, `read_audio` or
+    """A piece of a `kind` of media that a request shows: its `source`, as `read_image`, `heard` or
     `VideoProcessor.prepare` takes it, or text: a URL or a path (`is_url`).
 
     `channels` is the order of an array's colours, "RGB" or "BGR"; `name` says in errors which piece it is.
@@ -204,7 +204,7 @@ def media_of_messages(messages: Sequence[dict[str, Any]]) -> list[MediaReference
 
 
 def media_of_prompt(kind: str, pieces: Sequence[Any]) -> list[MediaReference]:
-    """The pieces of a kind of a prompt without messages: each as `read_image` or `read_audio` takes it, a URL, or a
+    """The pieces of a kind of a prompt without messages: each as `read_image` or `heard` takes it, a URL, or a
     part of a message."""
     named = [(piece, f"{kind} {number}") for number, piece in enumerate(pieces, 1)]
     return [

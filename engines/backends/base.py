@@ -6,8 +6,9 @@ CUDA stream, so a result is there only after `Readback.wait`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,15 +19,13 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.model.states import PRESENT
 from edgellm.kernels.acceptance.contract import AcceptanceKernels
-from edgellm.kernels.arrays import Array, DeviceArray
+from edgellm.kernels.arrays import Array
 from edgellm.kernels.images.contract import ImageKernels
 from edgellm.kernels.made import Made
+from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.recurrent.contract import RecurrentKernels
 from edgellm.kernels.sampling.contract import SamplingKernels
 from edgellm.kernels.tree.contract import TreeKernels
-
-#: One of the kinds of `Array`.
-OneArray = TypeVar("OneArray", np.ndarray, DeviceArray, Array)
 
 
 class Engine(Protocol):
@@ -44,6 +43,14 @@ class Engine(Protocol):
 
     def enqueue(self) -> None:
         """Run on the bound memory; raises EngineError that names a tensor which was never bound."""
+
+    def prepare(self) -> None:
+        """Make ready what `enqueue` runs on what is bound, for which it would take its time."""
+        return None
+
+    def around_rows(self) -> list[Callable[[], None]]:
+        """What `enqueue` does, in the parts before tokens' own rows are taken and from there on; one where none are."""
+        return [self.enqueue]
 
 
 class Readback(Protocol):
@@ -221,57 +228,86 @@ def uploaded(backend: Backend, values: np.ndarray) -> Array:
     return array
 
 
-class BoundEngine:
-    """What engines have in common whose tensors are bound to arrays: of a `shape`, computing in `dtype`."""
+class BoundEngine(Engine):
+    """What engines on a GPU have in common: of a `shape`, computing in `dtype`, in scratch that others share.
 
-    def __init__(self, shape: EngineShape, dtype: str, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-        """`edge` are the inputs and outputs by name."""
-        self.shape, self._dtype = shape, dtype
+    Not thread-safe: enqueue from the thread that owns the stream.
+    """
+
+    reads_attention_mask = True
+    #: Whether it multiplies packed weights as they are.
+    takes_packed = False
+    scratch_bytes = 0
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        dtype: str,
+        edge: Mapping[str, tuple[tuple[int, ...], str]],
+        weights: Collection[str] = (),
+    ) -> None:
+        """`edge` are the inputs and outputs by name, the `weights` among them."""
+        self.shape, self._dtype, self._weights = shape, dtype, frozenset(weights)
         #: Shape and dtype of all inputs and outputs, by name.
         self.tensors = {name: (size, self._own(kind)) for name, (size, kind) in edge.items()}
-        self._bound: dict[str, Array] = {}
+        self._bound: dict[str, Any] = {}
+        self._device: Any = None
+        self._memory: Any = None
         self._has_kernels = False
 
     def _own(self, kind: str) -> str:
         return self._dtype if kind == "compute" else kind
 
+    def attach(self, device: Any, scratch: Any) -> None:
+        """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
+        if scratch.nbytes < self.scratch_bytes:
+            raise EngineError(f"{self.shape.name} needs {self.scratch_bytes} bytes of scratch, got {scratch.nbytes}")
+        self._device, self._memory = device, scratch
 
-def checked_bindings(
-    shape: EngineShape, tensors: Mapping[str, tuple[tuple[int, ...], str]], bindings: Mapping[str, OneArray]
-) -> Mapping[str, OneArray]:
-    """`bindings`, if an engine of a shape has all of these `tensors` in this shape and dtype; else EngineError."""
-    for name, array in bindings.items():
-        if name not in tensors:
-            raise EngineError(f"{shape.name} has no tensor {name!r}; it has {', '.join(tensors)}")
-        size, dtype = tensors[name]
-        if (array.shape, str(array.dtype)) != (size, dtype):
-            raise EngineError(f"{shape.name}: {name} is {array.dtype} {array.shape}, the engine expects {dtype} {size}")
-    return bindings
+    def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
+        """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
+        step waits for it: once, when all weights are `loaded`, and it is known how they are packed (None: dense)."""
+        if self._has_kernels or self._bound or not self._weights <= loaded.keys():
+            return
+        self._bound = {
+            name: replace(self._memory, shape=size, dtype=kind) for name, (size, kind) in self.tensors.items()
+        }
+        self._load(loaded)
+        self._bound, self._has_kernels = {}, True
 
+    def _load(self, loaded: Mapping[str, PackedLayout | None]) -> None:
+        """Prepare the launches on what stands in for all tensors."""
 
-def check_bound(
-    engine: Engine, tensors: Iterable[str], bound: Mapping[str, Array], states: Iterable[str], scratch: object
-) -> None:
-    """Raise EngineError unless an engine can be enqueued: all its `tensors` are `bound`, but for a mask that it does
-    not read, outputs `present_NAME` to the memory of its `states`, and `scratch` is attached (not empty)."""
-    name = engine.shape.name
-    unbound = set(tensors) - bound.keys()
-    if not engine.reads_attention_mask:
-        unbound.discard("attention_mask")
-    if unbound:
-        raise EngineError(f"{name}: never bound: {', '.join(sorted(unbound))}")
-    if not scratch:
-        raise EngineError(f"{name}: attach was not called")
-    for state in states:
-        present, kept = bound[PRESENT + state], bound[state]
-        if present is not kept and getattr(present, "pointer", 0) != getattr(kept, "pointer", 1):
-            raise EngineError(f"{name}: {PRESENT}{state} must be bound to the memory of its cache")
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """See `Engine.bind`."""
+        fresh: dict[str, Any] = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
+        if fresh:
+            self._rebind(fresh)
+        for name, array in fresh.items():
+            if name not in self.tensors:
+                raise EngineError(f"{self.shape.name} has no tensor {name!r}; it has {', '.join(self.tensors)}")
+            size, dtype = self.tensors[name]
+            if (array.shape, str(array.dtype)) != (size, dtype):
+                found = f"{name} is {array.dtype} {array.shape}, the engine expects {dtype} {size}"
+                raise EngineError(f"{self.shape.name}: {found}")
+        self._bound |= fresh
 
+    def _rebind(self, fresh: Collection[str]) -> None:
+        """Forget what was prepared for tensors that get other memory."""
 
-def check_scratch(shape: EngineShape, needed: int, scratch: Array) -> None:
-    """Raise EngineError unless `scratch` has the bytes that an engine needs."""
-    if scratch.nbytes < needed:
-        raise EngineError(f"{shape.name} needs {needed} bytes of scratch, got {scratch.nbytes}")
+    def _check_bound(self, states: Iterable[str] = ()) -> None:
+        """Raise EngineError unless this can be enqueued: all tensors are bound, but for a mask that it does not read,
+        outputs `present_NAME` to the memory of its `states`, and scratch is attached."""
+        name, bound = self.shape.name, self._bound
+        unbound = self.tensors.keys() - bound.keys() - (set() if self.reads_attention_mask else {"attention_mask"})
+        if unbound:
+            raise EngineError(f"{name}: never bound: {', '.join(sorted(unbound))}")
+        if self._memory is None:
+            raise EngineError(f"{name}: attach was not called")
+        for state in states:
+            present, kept = bound[PRESENT + state], bound[state]
+            if present is not kept and getattr(present, "pointer", 0) != getattr(kept, "pointer", 1):
+                raise EngineError(f"{name}: {PRESENT}{state} must be bound to the memory of its cache")
 
 
 def row_pieces(capacity: int, rows: int, first: int) -> list[tuple[slice, slice]]:

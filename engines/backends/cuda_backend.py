@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from edgellm.engines.backends.base import Engine
+from edgellm.engines.backends.base import BoundEngine, Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
@@ -18,7 +18,6 @@ from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, run
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.padded_weights import Padding
-from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.step_modules import step_modules
 from edgellm.engines.backends.steps.experts import for_kernels
@@ -29,7 +28,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, counted, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError, EngineError
-from edgellm.engines.families.programs import model_program
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, most_logit_rows
@@ -56,11 +55,11 @@ from edgellm.kernels.tree.launcher import CudaTree
 
 logger = logging.getLogger("edgellm.tensorrt")
 
-LoadedEngine = TensorRTEngine | KernelEngine | SplitEngine | EncoderEngine
-
-
 #: Kernels of prompts take any number of tokens; an engine's launches are prepared for a multiple of so many.
 PROMPT_STEP = 64
+#: What a memory plan has for the code of kernels and engines: of Llama-3.1-8B's shapes with a draft 58 MiB were taken
+#: before any array (TensorRT-RTX 1.6.1 on an H200), and a few more when it first ran.
+CODE = {"engines' code": 64 << 20}
 
 
 class CudaBackend(CudaDevice):
@@ -115,7 +114,7 @@ class CudaBackend(CudaDevice):
 
     def _make_launchers(self) -> None:
         """Those that all engines share; each loads a kernel when a launch first needs it."""
-        self._engines: list[LoadedEngine] = []
+        self._engines: list[BoundEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
         self._many = CudaTiledKernels(self._module, self.compute_dtype)
         self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
@@ -224,8 +223,7 @@ class CudaBackend(CudaDevice):
         with self._module.side_by_side():
             self.prepare_steps()
             for engine in self._engines:
-                if not isinstance(engine, TensorRTEngine):
-                    engine.load_kernels(self._loaded)
+                engine.load_kernels(self._loaded)
 
     def prepare_steps(self) -> None:
         """Have compiled and loaded what steps may ask for beside engines, as far as it is known which weights are
@@ -240,27 +238,26 @@ class CudaBackend(CudaDevice):
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""
-        config, limit = self._directory.model_config(shape.model), self._module.shared_limit
-        if self._prefers_plan(shape):
-            return False
-        return (
-            kernel_choice(config, shape, self.compute_dtype, limit)[0] is not None
-            or split_refusal(config, shape, self.compute_dtype, limit) is None
-        )
+        asked = self._asked(shape)
+        is_run = kernel_choice(*asked)[0] is not None or split_refusal(*asked) is None
+        return is_run and not self._prefers_plan(shape)
+
+    def _asked(self, shape: EngineShape) -> tuple[ModelConfig, EngineShape, str, int]:
+        """What decides of a shape whether kernels, or TensorRT, run it on this GPU."""
+        return self._directory.model_config(shape.model), shape, self.compute_dtype, self._module.shared_limit
 
     @cached_property
     def prompt_step(self) -> int | None:
         """See `Backend.prompt_step`: kernels take any number of tokens where they run all prompts of the models."""
-        models, limits, limit = self._directory.models, self._directory.limits, self._module.shared_limit
-        longest = [each for each in limits.all_engine_shapes() if each.phase == "prefill"]
-        runs = all(kernel_refusal(models[each.model], each, self.compute_dtype, limit) is None for each in longest)
+        longest = [each for each in self._directory.limits.all_engine_shapes() if each.phase == "prefill"]
+        runs = all(kernel_refusal(*self._asked(each)) is None for each in longest)
         return PROMPT_STEP if runs and self.executor == "auto" else None
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """What runs a shape: kernels where they take it, otherwise plans, of what stands between attention or of the
         whole; the other way round where TensorRT is asked for. EngineError where nothing runs it. An engine that is
         loaded after `check_memory` has scratch of its own where it needs more than there is."""
-        ways: tuple[Callable[[EngineShape], LoadedEngine | None], ...]
+        ways: tuple[Callable[[EngineShape], BoundEngine | None], ...]
         ways = self._encoder_engine, self._kernel_engine, self._split_engine, self._plan_engine
         if self.share is not None and shape.model == "base":
             ways = (self._kernel_engine,)
@@ -276,12 +273,11 @@ class CudaBackend(CudaDevice):
 
     def _prefers_plan(self, shape: EngineShape) -> bool:
         """Whether a plan of the whole runs a shape though kernels would."""
-        config, limit = self._directory.model_config(shape.model), self._module.shared_limit
         return (
             self.executor == "tensorrt"
             and runs_whole(shape)
-            and split_refusal(config, shape, self.compute_dtype, limit) is not None
-            and plan_refusal(config, shape, self.compute_dtype, limit, shape.model in self._packed) is None
+            and split_refusal(*self._asked(shape)) is not None
+            and plan_refusal(*self._asked(shape), shape.model in self._packed) is None
         )
 
     def _preferred_plan(self, shape: EngineShape) -> TensorRTEngine | None:
@@ -291,36 +287,34 @@ class CudaBackend(CudaDevice):
         self, shape: EngineShape, packed: Mapping[str, PackedLayout] | None = None
     ) -> KernelEngine | None:
         """`packed`: the weights that are, of a segment, whose layers have other numbers than those of the whole."""
-        config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
+        config, *_ = asked = self._asked(shape)
         share = self.share if shape.model == "base" else None
         program = model_program(config, shape, share)
         packed = self._packed_of(shape.model, program) if packed is None else packed
-        choice, reason = kernel_choice(config, shape, dtype, limit, capacity_of(self._module), packed, share=share)
+        choice, reason = kernel_choice(*asked, capacity_of(self._module), packed, share=share)
         if choice is None:
             if share is not None:
                 raise EngineError(f"{shape.name} cannot be shared by {share[1]} GPUs: {reason}. Take one GPU")
             if shape.segment is None:
-                name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
+                name = SplitEngine.name if split_refusal(*asked) is None else "TensorRT"
                 logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
         kernels, prompt_step = self._step_kernels(config), 0
         if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
             prompt_step = PROMPT_STEP
             choice.load_prompts(for_kernels(replace(program, packed=packed)), kernels, prompt_step)
-        return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step, share)
+        return KernelEngine(kernels, choice, config, shape, self.compute_dtype, packed, prompt_step, share)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
         """An encoder on kernels, where they take it."""
-        config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        if shape.phase != "encode" or kernel_refusal(config, shape, dtype, limit) is not None:
+        if shape.phase != "encode" or kernel_refusal(*self._asked(shape)) is not None:
             return None
         kernels = EncoderStepKernels(self._encoder, self._any_rows)
-        return EncoderEngine(kernels, config, shape, dtype)
+        return EncoderEngine(kernels, self._directory.model_config(shape.model), shape, self.compute_dtype)
 
     def _split_engine(self, shape: EngineShape) -> SplitEngine | None:
-        config, dtype = self._directory.model_config(shape.model), self.compute_dtype
-        refusal = split_refusal(config, shape, dtype, self._module.shared_limit)
-        if refusal is not None:
+        config, _, dtype, _ = asked = self._asked(shape)
+        if split_refusal(*asked) is not None:
             return None
         program = model_program(config, shape)
         for step in program.attentions:  # before one waits for it
@@ -356,9 +350,7 @@ class CudaBackend(CudaDevice):
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """A plan; EngineError where TensorRT does not run the shape."""
-        config, is_packed = self._directory.model_config(shape.model), shape.model in self._packed
-        refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, is_packed)
-        if refusal is not None:
+        if (refusal := plan_refusal(*self._asked(shape), shape.model in self._packed)) is not None:
             raise EngineError(refusal)
         if self._plans is None:
             self._plans = TensorRTPlans(self._directory, self.gpu, self.made)
@@ -388,11 +380,10 @@ class CudaBackend(CudaDevice):
         for engine in self._engines:
             self._attach(engine, self._scratch)
 
-    def _attach(self, engine: LoadedEngine, scratch: DeviceArray) -> None:
+    def _attach(self, engine: BoundEngine, scratch: DeviceArray) -> None:
         engine.attach(self, scratch)
-        if not isinstance(engine, TensorRTEngine):
-            with self._module.side_by_side():
-                engine.load_kernels(self._loaded)
+        with self._module.side_by_side():
+            engine.load_kernels(self._loaded)
 
     def close(self) -> None:
         """Free engines, scratch and kernels, then leave the context."""

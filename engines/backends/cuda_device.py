@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -250,7 +250,7 @@ class CudaDevice:
     def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
         """One two-dimensional copy, or where the rows begin anew two: a line for each of the G groups. Pageable memory
         works, but slowly."""
-        return self._start_copies(self._uploads(target, values, rows, first), values, target, self.stream)
+        return self._copy_rows(target, values, rows, first, self.stream)
 
     def begin_beside(self) -> None:
         before = self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)
@@ -259,7 +259,7 @@ class CudaDevice:
 
     def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
         """The same on another stream; see `Backend.upload_rows_beside`."""
-        return self._start_copies(self._uploads(target, values, rows, first), values, target, self._copy_stream)
+        return self._copy_rows(target, values, rows, first, self._copy_stream)
 
     def wait_for(self, transfer: DeviceTransfer) -> None:
         """Let the stream wait for a transfer."""
@@ -267,44 +267,29 @@ class CudaDevice:
 
     def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
         """The same copies, the other way."""
-        copies = []
-        for copy, of_device, of_host in self._row_copies(source, values, rows, first):
-            copy.set_src_device(source.pointer)
-            copy.set_dst_host(values)
-            copy.dst_pitch, copy.src_pitch = _pitches(values, source)
-            copy.src_x_in_bytes, copy.dst_x_in_bytes = of_device, of_host
-            copies.append(copy)
-        return self._start_copies(copies, values, source, self.stream)
+        return self._copy_rows(source, values, rows, first, self.stream, to_host=True)
 
-    def _uploads(self, target: DeviceArray, values: np.ndarray, rows: int, first: int) -> list[Any]:
-        copies = []
-        for copy, of_device, of_host in self._row_copies(target, values, rows, first):
-            copy.set_src_host(values)
-            copy.set_dst_device(target.pointer)
-            copy.src_pitch, copy.dst_pitch = _pitches(values, target)
-            copy.src_x_in_bytes, copy.dst_x_in_bytes = of_host, of_device
-            copies.append(copy)
-        return copies
-
-    def _row_copies(
-        self, array: DeviceArray, values: np.ndarray, rows: int, first: int
-    ) -> Iterator[tuple[Any, int, int]]:
-        """Two-dimensional copies of rows of `values` [G, N, D] and `array` [G, C, D], without their ends, and where in
-        a line they begin: bytes of the device's, and of the host's."""
+    def _copy_rows(
+        self, array: DeviceArray, values: np.ndarray, rows: int, first: int, stream: Any, to_host: bool = False
+    ) -> DeviceTransfer:
+        """Copy rows of `values` [G, N, D] to `array` [G, C, D], or the other way."""
         check_rows(array.shape, host_dtype(array.dtype), values, rows, first)
         if not values.flags.c_contiguous:
             raise EngineError("rows are copied from and to contiguous host memory only")
-        row = values.shape[2] * values.itemsize
+        row, groups = values.shape[2] * values.itemsize, max(1, values.shape[0])
         for own, of_values in row_pieces(array.shape[1], rows, first):
             copy = self._cuda.Memcpy2D()
-            copy.height = values.shape[0]
-            copy.width_in_bytes = (own.stop - own.start) * row
-            yield copy, own.start * row, of_values.start * row
-
-    def _start_copies(
-        self, copies: Iterable[Any], values: np.ndarray, array: DeviceArray, stream: Any
-    ) -> DeviceTransfer:
-        for copy in copies:
+            copy.height, copy.width_in_bytes = values.shape[0], (own.stop - own.start) * row
+            if to_host:
+                copy.set_src_device(array.pointer)
+                copy.set_dst_host(values)
+            else:
+                copy.set_src_host(values)
+                copy.set_dst_device(array.pointer)
+            # From one group to the next, and where in a line the rows begin.
+            ends = (array.nbytes // groups, own.start * row), (values.nbytes // groups, of_values.start * row)
+            source, target = ends if to_host else reversed(ends)
+            (copy.src_pitch, copy.src_x_in_bytes), (copy.dst_pitch, copy.dst_x_in_bytes) = source, target
             if copy.width_in_bytes and copy.height:
                 copy(stream)
         event = self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)
@@ -439,11 +424,6 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _pitches(values: np.ndarray, array: DeviceArray) -> tuple[int, int]:
-    """Bytes from one group to the next, on the host and on the device."""
-    return values.nbytes // max(1, values.shape[0]), array.nbytes // max(1, array.shape[0])
 
 
 class _GraphLaunch:

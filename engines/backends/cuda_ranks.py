@@ -67,10 +67,10 @@ class CudaRanks(CudaBackend):
         with ExitStack() as opened:
             for rank in range(1, count):
                 layouts = {"base": self._parts.layouts[rank]}
-                self.others.append(CudaBackend(directory, layouts, executor, gpus[rank], (rank, count)))
+                self.others.append(CudaBackend(directory, layouts, executor, gpus[rank], self._parts.shares[rank]))
                 opened.callback(self.others[-1].close)  # contexts lie one on the other
             own = dict(packed or {}) | ({"base": self._parts.layouts[0]} if packed else {})
-            super().__init__(directory, own, executor, gpus[0], (0, count))
+            super().__init__(directory, own, executor, gpus[0], self._parts.shares[0])
             opened.callback(super().close)
             self.gpus = count
             self._ranks: list[CudaBackend] = [self, *self.others]
@@ -248,13 +248,13 @@ class _CheckedReadback(DeviceReadback):
         self._found, self._memory = values, memory
 
     def wait(self) -> np.ndarray:
-        """The values; raises EngineError that names a rank which has failed."""
+        """The values; raises DeviceLostError that names a rank which has failed."""
         values = self._found.wait()
         self._memory.check()
         return values
 
 
-class RankedKernelEngine:
+class RankedKernelEngine(Engine):
     """The engines of all ranks as one. Their inputs are brought to each; the first alone gives out what there is."""
 
     def __init__(self, backend: CudaRanks, engines: Sequence[KernelEngine]) -> None:
@@ -290,10 +290,14 @@ class RankedKernelEngine:
         return self._backend.buffer(rank, place, array.shape, array.dtype) if needed else None
 
     def enqueue(self) -> None:
-        """Enqueue on all streams; raises EngineError if a tensor was never bound, or a rank has failed."""
+        """Enqueue on all streams; raises EngineError if a tensor was never bound, DeviceLostError if a rank failed."""
+        self.prepare()
+        self._backend.run(self._launches)
+
+    def prepare(self) -> None:
+        """See `Engine.prepare`."""
         if not self._launches:
             self._launches = self._backend.each(self._prepared)
-        self._backend.run(self._launches)
 
     def _prepared(self, rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
         launches, kernels = self._engines[rank].launches(), backend.rank

@@ -7,11 +7,10 @@ behind their rows and columns. An image's embeddings have the same bits in an en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.base import BoundEngine
 from edgellm.engines.backends.encoder_calls import LINEAR_CALLS, EncoderCalls
 from edgellm.engines.backends.encoder_places import Call, Place
 from edgellm.engines.backends.padded_weights import padded_weights
@@ -33,14 +32,9 @@ class EncoderStepKernels(NamedTuple):
 
 
 class EncoderEngine(BoundEngine):
-    """Enqueues the launches of an encoder's program on what is bound.
-
-    Not thread-safe: enqueue from the thread that owns the stream.
-    """
+    """Enqueues the launches of an encoder's program on what is bound."""
 
     name = "kernels of encoders"
-    reads_attention_mask = True
-    takes_packed = False
 
     def __init__(self, kernels: EncoderStepKernels, config: ModelConfig, shape: EngineShape, dtype: str) -> None:
         """A shape that `encoder_refusal` does not refuse; in "float32" on the kernels' twins."""
@@ -50,40 +44,26 @@ class EncoderEngine(BoundEngine):
         #: How weights stand in memory that do not stand there as they are published, by name.
         self.paddings = padded_weights(program)
         padded = {name: (padding.shape, program.edge[name][1]) for name, padding in self.paddings.items()}
-        super().__init__(shape, dtype, program.edge | padded)
-        self._weights = program.weights.keys()
-        self._scratch: Array | None = None
-        self._device: Any = None
+        super().__init__(shape, dtype, program.edge | padded, program.weights)
         self._launches: list[Any] = [None] * len(self._calls)
 
     def attach(self, device: Any, scratch: Array) -> None:
-        """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
-        check_scratch(self.shape, self.scratch_bytes, scratch)
-        self._device, self._scratch = device, scratch
+        super().attach(device, scratch)
         self._launches = [None] * len(self._calls)
 
-    def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
-        """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
-        image waits for it: once, when all weights of the program are `loaded`."""
-        if self._has_kernels or self._bound or not self._weights <= loaded.keys():
-            return
-        memory: Any = self._scratch
-        self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self.tensors.items()}
+    def _load(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         for call in self._calls:
             self._launch(call)
-        self._bound, self._has_kernels = {}, True
 
-    def bind(self, bindings: Mapping[str, Array]) -> None:
-        """See `Engine.bind`; launches are prepared anew where they use what was bound anew, as an image's mask is."""
-        fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
-        self._bound |= checked_bindings(self.shape, self.tensors, fresh)
+    def _rebind(self, fresh: Collection[str]) -> None:
+        """Launches are prepared anew where they use what was bound anew, as an image's mask is."""
         for number, call in enumerate(self._calls):
             if not call.memory.isdisjoint(fresh):
                 self._launches[number] = None
 
     def enqueue(self) -> None:
         if None in self._launches:
-            check_bound(self, self.tensors, self._bound, (), () if self._scratch is None else (self._scratch,))
+            self._check_bound()
             for number, call in enumerate(self._calls):
                 if self._launches[number] is None:
                     self._launches[number] = self._launch(call)
@@ -107,4 +87,4 @@ class EncoderEngine(BoundEngine):
             return flat[argument.first : argument.first + argument.size].reshape(*argument.shape)
         dtype = self._own(argument.dtype)
         begin = self._places[argument.memory] + argument.first * ITEM_SIZES[dtype]
-        return self._device.part(self._scratch, begin, argument.shape, dtype)
+        return self._device.part(self._memory, begin, argument.shape, dtype)

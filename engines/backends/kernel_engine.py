@@ -13,14 +13,14 @@ and in the decode step that computes it alone: whether a draft is accepted canno
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.base import BoundEngine
 from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.launching import Launching, StepKernels
 from edgellm.engines.backends.steps.table import Choice, adapter_words, passes
@@ -39,10 +39,7 @@ _ALIGNMENT = 256
 
 
 class KernelEngine(BoundEngine):
-    """Enqueues the launches of a program, or of one for each pass, on what is bound.
-
-    Not thread-safe: enqueue from the thread that owns the stream.
-    """
+    """Enqueues the launches of a program, or of one for each pass, on what is bound."""
 
     takes_packed = True
 
@@ -70,7 +67,7 @@ class KernelEngine(BoundEngine):
         ]
         whole = for_kernels(replace(model_program(config, shape, share), packed=known))
         self.program = self._passes[0][1] if len(self._passes) == 1 else whole
-        super().__init__(shape, dtype, self.program.edge)
+        super().__init__(shape, dtype, self.program.edge, self.program.weights)
         layouts = [self._layout(program) for _, program in self._passes]
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
         self._scratch: list[dict[str, Array]] = []
@@ -81,8 +78,7 @@ class KernelEngine(BoundEngine):
         self._rows_taken = 0
 
     def attach(self, device: Any, scratch: Array) -> None:
-        """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
-        check_scratch(self.shape, self.scratch_bytes, scratch)
+        super().attach(device, scratch)
         self._scratch = []
         for (_, program), layout in zip(self._passes, self._layouts, strict=True):
             arrays = {name: device.part(scratch, *place) for name, place in layout.items()}
@@ -90,35 +86,24 @@ class KernelEngine(BoundEngine):
             arrays |= {name: device.zeros(size, dtype) for name, (size, dtype) in counters.items()}
             self._scratch.append(arrays)
         words = max(adapter_words(program) for _, program in self._passes)
-        self._device, self._areas = device, [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
+        self._areas = [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
         self._launches, self._launches_by_layer = [], []
 
-    def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
-        """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
-        step waits for it: once, when all weights of the program are `loaded`, and it is known how they are packed."""
-        if self._has_kernels or self._bound or not self.program.weights.keys() <= loaded.keys():
-            return
-        memory: Any = next(iter(self._scratch[0].values()))
-        self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self.tensors.items()}
+    def _load(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         layouts = {name: layout for name in self.program.weights if (layout := loaded[name]) is not None}
-        self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items()}
+        self._bound |= {name: stand_in(layout, self._memory) for name, layout in layouts.items()}
         self._prepare()
         if layouts and self._prompt_step:
             program = replace(self.program, packed=layouts)
             self.choice.load_prompts(program, self._kernels, self._prompt_step, are_packed=True)
-        self._bound, self._has_kernels = {}, True
 
-    def bind(self, bindings: Mapping[str, Array]) -> None:
-        fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
-        if fresh:
-            self._launches, self._launches_by_layer = [], []
-            self._bound |= checked_bindings(self.shape, self.tensors, fresh)
+    def _rebind(self, fresh: Collection[str]) -> None:
+        self._launches, self._launches_by_layer = [], []
 
     def enqueue(self) -> None:
         self._enqueue(self.launches(), lambda index: None)
 
     def around_rows(self) -> list[Callable[[], None]]:
-        """What `enqueue` does, in the parts before tokens' own rows are taken and from there on; one where none are."""
         if TOKEN_ROWS not in self.program.inputs:
             return [self.enqueue]
 
@@ -139,6 +124,10 @@ class KernelEngine(BoundEngine):
             for launch in self._launches:
                 launch.overlap_previous()
         return self._launches
+
+    def prepare(self) -> None:
+        """See `Engine.prepare`."""
+        self.launches()
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
         """Enqueues as `enqueue` does; `before_layer` is called before each layer's work is enqueued, and can let that
@@ -172,7 +161,7 @@ class KernelEngine(BoundEngine):
 
     def _prepare(self) -> list[Any]:
         """The launches of all passes, any of which may start while the one before still runs."""
-        check_bound(self, self.tensors, self._bound, self.program.changed, self._scratch)
+        self._check_bound(self.program.changed)
         launches: list[Any] = []
         lows = self._lows()
         for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):

@@ -74,7 +74,7 @@ class NumpyTimestamp:
         return self._seconds
 
 
-class NumpyEngine:
+class NumpyEngine(Engine):
     """Runs a program with NumPy on the bound arrays."""
 
     reads_attention_mask = True

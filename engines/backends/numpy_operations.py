@@ -74,6 +74,7 @@ class NumpyOperations(Operations[np.ndarray]):
     multiply = staticmethod(np.multiply)  # type: ignore[assignment]
     concatenate = staticmethod(np.concatenate)  # type: ignore[assignment]
     to_float32 = to_compute = staticmethod(np.asarray)  # type: ignore[assignment]
+    window_attention, attention_ahead = staticmethod(window_attention), staticmethod(attention_ahead)
 
     def __init__(
         self,
@@ -262,11 +263,11 @@ class NumpyOperations(Operations[np.ndarray]):
             write_rows((sequence, slice(None), slice(start, start + tokens)), update[sequence], cache, scales)
         return cache
 
-    def attention(self, query, keys, values, mask, scoring, *scales):
-        mask = np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask
+    def attention(self, query, caches, mask, scoring):
+        mask = np.ones((1, 1, 1, caches[0].shape[2]), np.bool_) if mask is None else mask
         if self._visible is None or mask is not self._mask:
             self._visible, self._mask = VisibleKeys(mask), mask  # same for all layers
-        return attention(query, (keys, values, *scales), self._visible, scoring)
+        return attention(query, caches, self._visible, scoring)
 
     def short_convolution(self, step, value, columns, weight, bias, parents, tokens):
         convolution = Convolution(weight, step.activation == "silu", step.gated, step.first)
@@ -291,12 +292,6 @@ class NumpyOperations(Operations[np.ndarray]):
 
     def experts(self, step, x, scores, correction, gate_up, down):
         return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear, step.own)
-
-    def window_attention(self, query, keys, values, mask, start_index, window, scoring, *scales):
-        return window_attention(query, (keys, values, *scales), mask, start_index, window, scoring)
-
-    def attention_ahead(self, query, keys, values, start_index, last_seen, window, scoring, *scales):
-        return attention_ahead(query, (keys, values, *scales), start_index, last_seen, window, scoring)
 
     def clip(self, x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         return np.minimum(np.maximum(x, low), high)

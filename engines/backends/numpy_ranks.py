@@ -53,7 +53,7 @@ class NumpyRanks(NumpyBackend):
         self._threads.shutdown()
 
     def _run(self, steps: Sequence[Callable[[], None]]) -> None:
-        """Run the steps of all ranks. Raises EngineError that names a rank which has failed, now or before."""
+        """Run the steps of all ranks. Raises DeviceLostError that names a rank which has failed, now or before."""
         self._exchange.check()
 
         def run(rank: int) -> None:
@@ -92,7 +92,7 @@ def put_back(own: np.ndarray, whole: np.ndarray, cut: Cut) -> None:
         first += end - begin
 
 
-class RankedEngine:
+class RankedEngine(Engine):
     """The engines of all ranks as one: each is bound to its parts, the first alone gives out what there is."""
 
     reads_attention_mask = True

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice, no_garbage_collection
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import DeviceLostError, EngineError
 from edgellm.engines.model.sharding import Range
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, RanksArgument, blocks_at_once
@@ -65,14 +65,14 @@ class RankMemory:
         blocks = blocks_at_once([device.gpu.multiprocessors for device in self._devices], apart)
         return RanksArgument(*places, *own, int(self._seconds * 1e9), rank, len(self._arrays), apart, blocks)
 
-    def fail(self, rank: int, error: BaseException) -> EngineError:
+    def fail(self, rank: int, error: BaseException) -> DeviceLostError:
         """The error of a rank that has failed, now or before; nothing runs from then on."""
         if self._failure is None:
             self._failure = f"rank {rank} of {len(self._devices)} {self._place(rank)} failed: {error}"
-        return EngineError(f"{self._failure}. Open the model anew")
+        return DeviceLostError(f"{self._failure}. Open the model anew")
 
     def check(self) -> None:
-        """Raise EngineError that names a rank which has failed, or for which another has waited in vain."""
+        """Raise DeviceLostError that names a rank which has failed, or for which another has waited in vain."""
         if self._failure is None:
             missed = self._devices[0].seen(self._missed)
             late = np.flatnonzero(missed)
@@ -83,7 +83,7 @@ class RankMemory:
                 f"rank {rank} of {len(self._devices)} {self._place(rank)} has failed: rank {late[0]} waited "
                 f"{self._seconds:g} s for what it computes"
             )
-        raise EngineError(f"{self._failure}. Open the model anew")
+        raise DeviceLostError(f"{self._failure}. Open the model anew")
 
     def _place(self, rank: int) -> str:
         return f"(GPU {self._devices[rank].gpu.index})"
@@ -125,8 +125,8 @@ class RankStreams:
         """Enqueue the launches of each rank, behind what the first one's stream has, and let it wait for all.
 
         A few of each rank by turns: a launch that finds its stream full waits for the GPU, which may wait for another
-        rank, as do loading a kernel and freeing memory: neither is done in between. Raises EngineError that names a
-        rank which has failed, now or before.
+        rank, as do loading a kernel and freeing memory: neither is done in between. Raises DeviceLostError that names
+        a rank which has failed, now or before.
         """
         self._memory.check()
         with no_garbage_collection():

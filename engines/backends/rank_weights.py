@@ -20,7 +20,7 @@ from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, embedding_name
 from edgellm.engines.model.memory_plan import MemoryPlan
-from edgellm.engines.model.sharding import Cut, Range, sharded
+from edgellm.engines.model.sharding import UNIT, Cut, Range, Share, sharded
 from edgellm.engines.model.states import is_recurrent
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
@@ -36,11 +36,16 @@ class RankWeights:
         """`packed` are the layouts of the packed weights as one GPU has them."""
         config, limits = directory.config, directory.limits
         self._specs = {spec.name: spec for spec in decoder_weights(config)}
-        columns = config.hidden_size + config.rotary_columns + config.token_row_size
+        columns = 2 * (config.rotary_columns + config.token_row_size)
+        columns += (2 + len(config.feature_layers)) * config.hidden_size
         self._dtype, self._prompt = directory.dtype, limits.prefill_chunk * columns
         decode = limits.base_shape("decode", 1, 1, limits.key_ranges[-1])
         program = model_program(config, limits.with_adapters(decode) if limits.has_lora else decode)
-        shards = [sharded(program, rank, count) for rank in range(count)]
+        parted = [name for name, cut in sharded(program, 0, count).cuts.items() if cut.axis and name in packed]
+        unit = math.lcm(UNIT, *(run.format.unit for name in parted for run in packed[name].runs))
+        #: What each rank has of the base's steps: of packed weights whole groups of columns.
+        self.shares = [Share(rank, count, unit) for rank in range(count)]
+        shards = [sharded(program, *share) for share in self.shares]
         self._count, self._used = count, program.weights.keys()
         self._cuts = [shard.cuts for shard in shards]
         rows, recurrent = dict[str, int](), dict[str, int]()
@@ -166,7 +171,7 @@ class RankWeights:
         if rank == 0:
             return replace(whole, items=whole.items | own)
         # Inputs of a step, and what is put out for nobody.
-        own["step buffers"] = 2 * self._prompt * ITEM_SIZES[self._dtype]
+        own["step buffers"] = self._prompt * ITEM_SIZES[self._dtype]
         return MemoryPlan(own | {name: size for name, size in whole.items.items() if name == "engines' code"})
 
 
@@ -214,8 +219,8 @@ def _cut_layout(layout: PackedLayout, whole: WeightSpec, cut: Cut | None) -> Pac
     if cut is None:
         return layout
     for format in (run.format for run in layout.runs) if cut.axis else ():
-        ends, group = ", ".join(f"{begin} to {end}" for begin, end in cut.ranges), format.group
-        if format.permuted or (group is not None and any(place % group for each in cut.ranges for place in each)):
+        ends = ", ".join(f"{begin} to {end}" for begin, end in cut.ranges)
+        if format.permuted or any(place % format.unit for each in cut.ranges for place in each):
             raise EngineError(
                 f"{whole.name} ({format}) cannot be shared by GPUs: one would have columns {ends}, which must be whole "
                 "groups of columns that are not permuted (act order). Take another number of GPUs, or one"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import DeviceLostError
 
 
 class Exchange:
@@ -35,10 +35,10 @@ class Exchange:
         self._barrier.abort()
 
     def check(self) -> None:
-        """Raise EngineError that names a rank which has ended."""
+        """Raise DeviceLostError that names a rank which has ended."""
         if self._failed is not None:
             rank, error = self._failed
-            raise EngineError(f"rank {rank} of {self.ranks} failed: {error}. Open the model anew") from error
+            raise DeviceLostError(f"rank {rank} of {self.ranks} failed: {error}. Open the model anew") from error
 
 
 class Rank:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.base import BoundEngine
 from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
 from edgellm.engines.backends.steps.attention import UNGATED
 from edgellm.engines.backends.steps.implementation import Implementation
@@ -36,28 +35,11 @@ _ALIGNMENT = 512
 _Place = tuple[int, tuple[int, ...], str]
 
 
-class SegmentEngine(Protocol):
-    """What runs a segment, bound and attached as any other engine is."""
-
-    scratch_bytes: int
-    #: whether it multiplies packed weights as they are
-    takes_packed: bool
-
-    def attach(self, device: Any, scratch: Any) -> None:
-        """Use `scratch` and the device's stream."""
-
-    def bind(self, bindings: Mapping[str, Any]) -> None:
-        """Give memory to inputs and outputs, by name."""
-
-    def enqueue(self) -> None:
-        """Run on the bound memory."""
-
-
 class _Step(NamedTuple):
     """A segment's engine, what it is bound to, what makes its dense weights of packed ones, and the layer and launches
     of the steps behind it (none: no launches)."""
 
-    engine: SegmentEngine
+    engine: BoundEngine
     bindings: dict[str, Array]
     dequantizing: list[Launchable]
     layer: int
@@ -65,10 +47,7 @@ class _Step(NamedTuple):
 
 
 class SplitEngine(BoundEngine):
-    """Enqueues a program's segments, and the attention and recurrent layers between them.
-
-    Not thread-safe: enqueue from the thread that owns the stream.
-    """
+    """Enqueues a program's segments, and the attention and recurrent layers between them."""
 
     name = "TensorRT, attention by kernels"
     reads_attention_mask = False
@@ -77,14 +56,14 @@ class SplitEngine(BoundEngine):
         self,
         kernels: StepKernels,
         program: Program,
-        engines: Mapping[int, SegmentEngine],
+        engines: Mapping[int, BoundEngine],
         dtype: str,
         packed: Collection[str] = (),
     ) -> None:
         """`engines` are those of the program's segments, by `Segment.number`; `dtype` is what computes; the weights
         named in `packed` will be bound packed. `kernels` are those of prompts and, of a program that has recurrent
         layers or gated attention, recurrent ones."""
-        super().__init__(program.shape, dtype, program.edge)
+        super().__init__(program.shape, dtype, program.edge, program.weights)
         self._kernels, self._program, self._engines = kernels, program, engines
         self._segments = segments_of(program)
         self._packed, self._layout = frozenset(packed), dict[str, _Place]()
@@ -149,15 +128,14 @@ class SplitEngine(BoundEngine):
         return offset + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def attach(self, device: Any, scratch: Array) -> None:
-        """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
-        check_scratch(self.shape, self.scratch_bytes, scratch)
+        super().attach(device, scratch)
         self._scratch = {name: device.part(scratch, *place) for name, place in self._layout.items()}
         for engine in self._engines.values():
             engine.attach(device, scratch[self._own_bytes :])
         self._steps = []
 
     def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
-        """See `KernelEngine.load_kernels`: those of the segments that run on kernels, and those that dequantize."""
+        """See `BoundEngine.load_kernels`: also those of the segments, and those that dequantize."""
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
             engine = self._engines[segment.number]
             if isinstance(engine, KernelEngine):
@@ -166,19 +144,14 @@ class SplitEngine(BoundEngine):
                 memory, layout = self._scratch[wiring[name]], loaded.get(whole)
                 if layout is not None:
                     self._dense(stand_in(layout, memory), memory, beside=True)
-        if (
-            self._kernels.recurrent is not None
-            and not self._has_kernels
-            and self._program.weights.keys() <= loaded.keys()
-        ):
-            any_memory: Any = next(iter(self._scratch.values()))
-            edge = {name: replace(any_memory, shape=size, dtype=kind) for name, (size, kind) in self.tensors.items()}
-            for number in range(len(self._segments)):
-                self._between(number, edge | self._scratch)
-            self._has_kernels = True
+        if self._kernels.recurrent is not None:
+            super().load_kernels(loaded)
 
-    def bind(self, bindings: Mapping[str, Array]) -> None:
-        self._bound |= checked_bindings(self.shape, self.tensors, bindings)
+    def _load(self, loaded: Mapping[str, PackedLayout | None]) -> None:
+        for number in range(len(self._segments)):
+            self._between(number, self._bound | self._scratch)
+
+    def _rebind(self, fresh: Collection[str]) -> None:
         self._steps = []
 
     def enqueue(self) -> None:
@@ -200,7 +173,7 @@ class SplitEngine(BoundEngine):
                 launch()
 
     def _prepare(self) -> list[_Step]:
-        check_bound(self, self.tensors, self._bound, self._program.changed, self._scratch)
+        self._check_bound(self._program.changed)
         arrays, steps = self._bound | self._scratch, []
         for number, (segment, wiring) in enumerate(zip(self._segments, self._wiring, strict=True)):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.backends.base import checked_bindings
+from edgellm.engines.backends.base import BoundEngine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.plan_files import gpu_platform, load_or_build_plan
 from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
@@ -28,40 +28,34 @@ logger = logging.getLogger("edgellm.tensorrt")
 _DTYPE_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "BOOL": "bool"}
 
 
-class TensorRTEngine:
-    """One engine with one execution context. Not thread-safe: enqueue from the thread that owns the stream."""
-
-    reads_attention_mask = True
-    takes_packed = False
+class TensorRTEngine(BoundEngine):
+    """One engine with one execution context."""
 
     def __init__(
         self, library: TensorRTLibrary, runtime: Any, plan: bytes, shape: EngineShape, cache: RuntimeCache
     ) -> None:
-        trt = library.module
-        self.shape = shape
         self._engine = runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
             raise PlanError(
                 f"TensorRT {library.version} refused the plan {shape.name}. "
                 "Rebuild it with edgellm build --refresh-plans ENGINE_DIR."
             )
-        self._context = self._engine.create_execution_context(self._settings(trt, cache))
+        self._context = self._engine.create_execution_context(self._settings(library.module, cache))
         if self._context is None:
             raise EngineError(
                 f"TensorRT {library.version} made no execution context for {shape.name}; its log line says why, most "
                 "often that memory is short: close other programs on the GPU or build with smaller limits."
             )
         self.scratch_bytes = int(self._engine.device_memory_size_v2)
-        #: Shape and dtype of all inputs and outputs, by name.
-        self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        edge = {}
         for index in range(self._engine.num_io_tensors):
             name = self._engine.get_tensor_name(index)
             dtype = _DTYPE_NAMES[self._engine.get_tensor_dtype(name).name]
-            self.tensors[name] = (tuple(self._engine.get_tensor_shape(name)), dtype)
-        self._unbound = set(self.tensors)
-        self._stream_handle = 0
-        self._scratch: DeviceArray | None = None
-        self._keep: dict[str, DeviceArray] = {}
+            edge[name] = tuple(self._engine.get_tensor_shape(name)), dtype
+        super().__init__(shape, "", edge)
+        #: Tensors whose addresses TensorRT does not know yet.
+        self._unknown = set(edge)
+        self._has_kernels = True  # the plan's
 
     def _settings(self, trt: Any, cache: RuntimeCache) -> Any:
         """What a context is made with: memory of ours, and kernels that are kept where the release keeps any."""
@@ -74,23 +68,20 @@ class TensorRTEngine:
         return configuration
 
     def attach(self, device: CudaDevice, scratch: DeviceArray) -> None:
-        """Use `scratch` (at least `scratch_bytes`), which is kept alive, and the device's stream."""
-        self._scratch = scratch
+        super().attach(device, scratch)
         self._context.set_device_memory(scratch.pointer, scratch.nbytes)
-        self._stream_handle = device.stream.handle
 
-    def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
-        fresh = {name: array for name, array in bindings.items() if self._keep.get(name) is not array}
-        for name, array in checked_bindings(self.shape, self.tensors, fresh).items():
-            if not self._context.set_tensor_address(name, array.pointer):
-                raise EngineError(f"{self.shape.name}: TensorRT refused the address of {name}")
-            self._keep[name] = array
-            self._unbound.discard(name)
+    def _rebind(self, fresh: Collection[str]) -> None:
+        self._unknown.update(fresh)
 
     def enqueue(self) -> None:
-        if self._unbound:
-            raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(self._unbound))}")
-        if not self._context.execute_async_v3(self._stream_handle):
+        if self._unknown:
+            self._check_bound()
+        while self._unknown:
+            name = self._unknown.pop()
+            if not self._context.set_tensor_address(name, self._bound[name].pointer):
+                raise EngineError(f"{self.shape.name}: TensorRT refused the address of {name}")
+        if not self._context.execute_async_v3(self._device.stream.handle):
             raise EngineError(f"{self.shape.name}: TensorRT could not enqueue the engine")
 
 

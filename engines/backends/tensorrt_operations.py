@@ -192,12 +192,11 @@ class TensorRTOperations(Operations[Any]):
             )
         return method
 
-    def attention(
-        self, query: Any, keys: Any, values: Any, mask: Any | None, scoring: Scoring[Any], *scales: Any
-    ) -> Any:
+    def attention(self, query: Any, caches: Sequence[Any], mask: Any | None, scoring: Scoring[Any]) -> Any:
         if scoring.sinks is not None or scoring.cap:
             lacks = "sinks" if scoring.cap == 0 else "a cap of scores"
             raise EngineError(f"TensorRT has no attention with {lacks}: kernels compute it")
+        keys, values, *_ = caches
         batch, kv_heads, rows, size = keys.shape
         if mask is not None and mask.shape[3] < rows:
             seen = (batch, kv_heads, mask.shape[3], size)

@@ -14,7 +14,6 @@ from typing import Any
 from edgellm.engines.backends.device_layouts import gpu_layouts, packed_memory
 from edgellm.engines.backends.executors import SHARED_MEMORY, planned_shapes
 from edgellm.engines.backends.plan_files import Platform, network_digest, write_plan
-from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building import checks
 from edgellm.engines.building.draft_weights import with_packed_draft
 from edgellm.engines.building.inputs import (
@@ -28,6 +27,7 @@ from edgellm.engines.building.inputs import (
     write_made_files,
 )
 from edgellm.engines.building.kernels import KERNEL_BYTES, check_compiler, compile_kernels
+from edgellm.engines.building.needed_kernels import planned_engines
 from edgellm.engines.building.planning import Progress, build_into, choose_plans, finished, shapes_of
 from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp

@@ -100,11 +100,12 @@ def _made_folder(path: Path, write: Callable[[Path], None]) -> Iterator[Path]:
             write(folder)
         try:
             yield folder
-        except (BuildError, CheckpointError, EngineDirectoryError) as error:
+        except (BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError) as error:
             message, encoder = str(error), folder / ENCODER_FILE
             if encoder.is_symlink():
                 message = message.replace(str(encoder), str(encoder.readlink()))
-            raise type(error)(message.replace(str(folder), str(path))) from error
+            message = message.replace(str(folder), str(path))
+            raise type(error)(f"{path}, as {message}" if message.startswith("config.json") else message) from error
 
 
 def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path | None) -> None:
@@ -122,7 +123,10 @@ def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path
             _bring_along(tokenizer, metadata, folder)
         sampling = {name: metadata.number(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
         found = {name: value for name, value in sampling.items() if value is not None}
-        made |= {"generation_config.json": {"do_sample": True} | found} if found else {}
+        generation: dict[str, Any] = {"do_sample": True} | found if found else {}
+        if suppressed := metadata.entries("tokenizer.ggml.suppress_tokens", int, "whole numbers"):
+            generation["suppress_tokens"] = suppressed
+        made |= {"generation_config.json": generation} if generation else {}
     _fill(folder, made, files)
     if encoder is not None:
         (folder / ENCODER_FILE).symlink_to(os.path.realpath(encoder))

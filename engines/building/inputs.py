@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,17 @@ from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, INDEX_FILE, SINGLE_FILE, VOCABULARY_FILE
 from edgellm.engines.checkpoints.weights import counted
-from edgellm.engines.directories.description import BuiltParts, ModelSource, description_bytes
+from edgellm.engines.directories.description import (
+    DRAFT_KEY,
+    FORMAT_VERSION,
+    LORA_KEY,
+    SOURCE_KEY,
+    TOOL_KEY,
+    VISION_KEY,
+    ModelSource,
+    edgellm_version,
+    file_values,
+)
 from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, published_file_names
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -27,6 +37,7 @@ from edgellm.engines.directories.engine_parts import (
     is_adapter_name,
     is_weight_file,
 )
+from edgellm.engines.directories.kernel_folders import description_data
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
 from edgellm.engines.families.audio_encoders import read_audio, without_lost_ears
 from edgellm.engines.families.drafts import read_draft
@@ -36,6 +47,7 @@ from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, current_digest, hash_file
 from edgellm.engines.formats.small_files import check_ordinary, check_tokenizer_file, size_limit
+from edgellm.engines.formats.strict_formats import plain_values
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import HEADS, MTP, DecoderConfig, DraftConfig
@@ -128,17 +140,33 @@ class BuildInputs:
         source: ModelSource | None = None,
     ) -> bytes:
         """The content of `edgellm.json`; `files` are the digests of all files by name."""
-
-        def below(prefix: str) -> dict[str, FileDigest]:
-            return {name[len(prefix) :]: file for name, file in files.items() if name.startswith(prefix)}
-
         prefixes = (_DRAFT_PREFIX, _VISION_PREFIX, _LORA_PREFIX)
         own = {name: file for name, file in files.items() if not name.startswith(prefixes)}
-        draft = None if self.draft is None else (self.draft, below(_DRAFT_PREFIX))
-        vision = None if self.vision is None else (self.vision, below(_VISION_PREFIX) or None)
-        adapters = {name: (rank, below(f"{_LORA_PREFIX}{name}/")) for name, rank in self.adapter_ranks.items()}
-        parts = BuiltParts(draft, adapters, vision)
-        return description_bytes(self.config, dtype, attention, limits, own, parts, tool_format, source)
+        values: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "created_with": edgellm_version(),
+            "config": plain_values(self.config),
+            "dtype": dtype,
+            "attention": attention,
+            "limits": plain_values(limits),
+            "files": file_values(own),
+        }
+        if self.draft is not None:
+            values[DRAFT_KEY] = {"config": plain_values(self.draft), "files": file_values(files, _DRAFT_PREFIX)}
+        if self.adapter_ranks:
+            values[LORA_KEY] = {
+                name: {"rank": rank, "files": file_values(files, f"{_LORA_PREFIX}{name}/")}
+                for name, rank in self.adapter_ranks.items()
+            }
+        if self.vision is not None:
+            values[VISION_KEY] = {"config": plain_values(self.vision)}
+            if apart := file_values(files, _VISION_PREFIX):
+                values[VISION_KEY]["files"] = apart
+        if tool_format is not None:
+            values[TOOL_KEY] = tool_format
+        if source is not None:
+            values[SOURCE_KEY] = plain_values(source)
+        return description_data(values)
 
 
 def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:

@@ -24,7 +24,7 @@ from edgellm.engines.model.limits import KV_CACHES, EngineShape
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.compilations import compile_all
 from edgellm.kernels.compiler import ModuleSource
-from edgellm.kernels.kept import MANIFEST_NAME, KeptModule, Manifest, folder_name, manifest_of, write_cubin
+from edgellm.kernels.kept import MANIFEST_NAME, KeptModule, Manifest, folder_name, write_cubin
 from edgellm.kernels.nvrtc import find_nvrtc
 
 #: More than the cubins of a target take: those of the shipped model for four boards 17 MB.
@@ -132,7 +132,8 @@ def _write(
         for source, module in compile_all(sources, target.capability, release):
             modules.append(write_cubin(staged.path, source, target.capability, module))
             advance(1)
-        manifest = manifest_of(target.capability, release, target.multiprocessors, edgellm_version(), modules)
+        ordered = tuple(sorted(modules, key=lambda module: module.file))
+        manifest = Manifest(target.capability, release, target.multiprocessors, edgellm_version(), ordered)
         write_atomically(staged.path / MANIFEST_NAME, manifest.data())
         digest = hash_file(staged.path / MANIFEST_NAME)
         others = {folder: own for folder, own in EngineDirectory.read(path).kernels.items() if folder != name}

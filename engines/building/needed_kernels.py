@@ -1,26 +1,32 @@
-"""Which modules of kernels an engine directory can ask for on a GPU that need not be there: its engines are loaded as
-on that GPU, and prepare their launches on memory that nobody has."""
+"""Which modules of kernels an engine directory can ask for on a GPU that need not be there, and what scratch its
+engines take: they are loaded as on that GPU, and prepare their launches on memory that nobody has."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from edgellm.engines.backends.cuda_backend import CudaBackend
+from edgellm.engines.backends.base import BoundEngine
+from edgellm.engines.backends.cuda_backend import CODE, CudaBackend
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts
+from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
-from edgellm.engines.families.programs import ModelConfig, model_weights
+from edgellm.engines.families.programs import ModelConfig, model_program, model_weights
 from edgellm.engines.model.limits import GIVEN_TREES, EngineLimits, EngineShape
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import NormLinear
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.contract import MAX_TOKENS
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.gpu import GPU
+from edgellm.kernels.gpu import GPU, absent_gpu
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.row_runs import PackedLayout
 
@@ -130,20 +136,31 @@ class AbsentBackend(CudaBackend):
                 engine.load_kernels(self._loaded)
 
     def _plan_engine(self, shape: EngineShape) -> Any:
-        """What TensorRT runs asks for no kernels."""
-        return _NoEngine()
+        engine = _PlannedEngine(shape, self.compute_dtype, {})
+        if shape.segment is not None:
+            program = model_program(self._directory.models[shape.model], shape)
+            engine.scratch_bytes = tensorrt_scratch(program, self.compute_dtype)
+        return engine
 
 
-class _NoEngine:
-    """An engine of TensorRT's."""
+class _PlannedEngine(BoundEngine):
+    """An engine of TensorRT's, which asks for no kernels."""
 
-    takes_packed, scratch_bytes = False, 0
+    def enqueue(self) -> None:
+        """Nothing runs."""
 
-    def attach(self, device: Any, scratch: Any) -> None:
-        """Uses nothing."""
 
-    def load_kernels(self, loaded: Any) -> None:
-        """Needs none."""
+def tensorrt_scratch(program: Program, dtype: str) -> int:
+    """What TensorRT needs for a segment besides its inputs and outputs, by what TensorRT-RTX 1.6.1 took: of the widest
+    layer either what it puts out and what that is computed of, or the latter and its normed input, once in float32."""
+    most = 0
+    for step in program.steps:
+        if isinstance(step, NormLinear):
+            rows = math.prod(program.kinds[step.output][0][:-1])
+            width, columns = step.linear.weight.shape
+            kept = 0 if step.output in program.outputs else width // (1 + step.gated)
+            most = max(most, rows * (width * step.gated + max(kept, 3 * columns)))
+    return most * ITEM_SIZES[dtype]
 
 
 class WeightLayouts:
@@ -179,8 +196,7 @@ class WeightLayouts:
 
     def _load(self, models: Mapping[str, ModelConfig], checkpoint: Checkpoint, model: str, dtype: str) -> None:
         planned = self.planned[model]
-        gpu = GPU("none", "sm_90", (0, 0), 0, "sm_90", 1, 1 << 20, False, False)
-        backend = AbsentBackend(models, EngineLimits(), dtype, {}, gpu)
+        backend = AbsentBackend(models, EngineLimits(), dtype, {}, absent_gpu("sm_90", 1, 1 << 20))
         memory = {name: backend.empty(layout.shape, "uint8") for name, layout in planned.items()}
         loader = PackedLoader(backend, backend.module, dtype)  # type: ignore[arg-type]
         packed = [spec for spec in model_weights(models[model]) if spec.name in planned]
@@ -197,6 +213,22 @@ def needed_modules(
     backend = AbsentBackend(models, limits, dtype, weights.planned, gpu)
     backend.load_all(weights.loaded.values())
     return [*backend.module.sources, *weights.sources]
+
+
+def planned_engines(
+    models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts
+) -> dict[str, int]:
+    """What engines take of a memory plan beside weights and states, as far as it is known without a GPU: the bytes of
+    code, by the memory plan's names, and of the scratch that all engines share: what the longest chunk of a prompt
+    needs, or an encoder. Of shapes that TensorRT runs whole it alone knows."""
+    if dtype not in CUDA_TYPES:
+        return {"engine scratch": 0, **CODE}
+    # Which kernels run a shape may depend on a block's shared memory, here the least of any GPU's; scratch hardly.
+    backend = AbsentBackend(models, limits, dtype, packed, absent_gpu("sm_90", 1, min(SHARED_MEMORY.values())))
+    for shape in limits.engine_shapes():
+        if shape.phase == "encode" or (shape.phase == "prefill" and shape.tokens >= limits.prefill_chunk):
+            backend.load_engine(shape)
+    return {"engine scratch": backend.scratch_bytes(), **CODE}
 
 
 def engine_shapes(limits: EngineLimits) -> list[EngineShape]:

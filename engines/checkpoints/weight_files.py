@@ -90,7 +90,7 @@ def read_index(path: Path, endings: tuple[str, ...] = (".safetensors",)) -> JSON
     index = JSONObject.read(path, CheckpointError, "Copy it from the checkpoint's source", size_limit(path.name))
     weight_map = index.get("weight_map", "dict")
     for name, shard in weight_map.items():
-        if not _is_shard_name(shard, endings):
+        if not is_shard_name(shard, endings):
             expected = f"expected the name of a {' or '.join(endings)} file in the directory"
             raise index.error(f"'weight_map' puts {name!r:.80} into {shard!r:.80}, {expected}")
     if not weight_map:
@@ -103,8 +103,8 @@ def _is_there(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
-def _is_shard_name(name: Any, endings: tuple[str, ...]) -> bool:
-    """A plain name: it must not lead out of the directory."""
+def is_shard_name(name: Any, endings: tuple[str, ...] = (".safetensors",)) -> bool:
+    """Whether one of several files of weights may be called so: the name must not lead out of the directory."""
     return (
         isinstance(name, str)
         and name.endswith(endings)

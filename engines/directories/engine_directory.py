@@ -263,17 +263,25 @@ class EngineDirectory:
         file with no remembered digest is checked by its size alone.
         """
         found = _differences(self.path, self.files, "", verify, hash_weights)
-        vision = self.vision if self.vision is not None and self.vision.files is not None else None
-        names = [*self.adapters, *adapter_names(self.path)]
-        parts: dict[str, engine_parts.EngineDraft | engine_parts.EngineVision | engine_parts.EngineAdapter | None]
-        parts = {engine_parts.DRAFT_FOLDER: self.draft, engine_parts.VISION_FOLDER: vision}
-        parts |= {f"{engine_parts.LORA_FOLDER}/{name}": self.adapters.get(name) for name in names}
-        for folder, part in parts.items():
-            if part is not None and part.files is not None:
-                found += _differences(part.path, part.files, f"{folder}/", verify, hash_weights)
+        kernels, parts = kernel_folders.manifests(self.kernels), self.part_files
+        others = [engine_parts.DRAFT_FOLDER, engine_parts.VISION_FOLDER]
+        others += [f"{engine_parts.LORA_FOLDER}/{name}" for name in adapter_names(self.path)]
+        for folder, files in (dict.fromkeys(others) | parts | kernels).items():
+            if files is not None:
+                own = _differences(self.path / folder, files, f"{folder}/", verify, hash_weights)
+                found += own
+                if verify and folder in kernels and not own:  # else they are compared when they are loaded
+                    found += kernel_folders.cubin_differences(self.path / folder)
             elif (self.path / folder).exists():
                 found.append(f"{printable(folder)}/: not described")
-        return [*found, *kernel_folders.kernel_differences(self.path, self.kernels, verify)]
+        return found
+
+    @property
+    def part_files(self) -> dict[str, Mapping[str, FileDigest]]:
+        """The files of each part that has some of its own, by its folder here: draft, vision encoder, adapters."""
+        parts = {engine_parts.DRAFT_FOLDER: self.draft, engine_parts.VISION_FOLDER: self.vision}
+        found = {folder: part.files for folder, part in parts.items() if part is not None and part.files is not None}
+        return found | {f"{engine_parts.LORA_FOLDER}/{name}": each.files for name, each in self.adapters.items()}
 
 
 def _differences(
@@ -340,8 +348,6 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
     values.refuse_other_keys(*_KEYS, DRAFT_KEY, LORA_KEY, VISION_KEY, TOOL_KEY, SOURCE_KEY, kernel_folders.KERNELS_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
-    if limits.kv_cache not in KV_CACHES:
-        raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
     config = values.object("config").dataclass(DecoderConfig, mixture=Mixture)
     for name, bound in context_bounds(config).items():
         if limits.kv_capacity > bound:
@@ -378,8 +384,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     return EngineDirectory(
         path=path,
         config=config,
-        dtype=engine_parts.choice(values, "dtype", DTYPES),
-        attention=engine_parts.choice(values, "attention", ATTENTION_SETTINGS),
+        dtype=values.choice("dtype", DTYPES),
+        attention=values.choice("attention", ATTENTION_SETTINGS),
         limits=limits,
         files=files,
         adapters=adapters,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOCABULARY_FILE
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOCABULARY_FILE, is_shard_name
 from edgellm.engines.families.embedding import POOLING_FILE
 from edgellm.engines.formats.digests import SECTION_BYTES, FileDigest
 from edgellm.engines.formats.strict_formats import JSONObject, as_json
@@ -19,7 +19,7 @@ from edgellm.engines.model.config import DecoderConfig, DraftBlock, DraftConfig,
 from edgellm.engines.model.decoder import embedding_name, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights, mtp_draft
 from edgellm.engines.model.limits import LARGEST_DRAFT_BLOCK
-from edgellm.engines.model.vision import ACTIVATIONS, LARGEST_IMAGE_SIDE, VISION_FAMILIES, VisionConfig
+from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, VisionConfig
 from edgellm.engines.quantization.config import folder_quantization
 from edgellm.engines.quantization.layout import Quantization
 
@@ -125,8 +125,6 @@ def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     """The section "draft"."""
     values.refuse_other_keys("config", "files")
     config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig, mixture=Mixture, block=DraftBlock)
-    for key, choices in (("generation", model_config.GENERATIONS), ("feature_norm", model_config.FEATURE_NORMS)):
-        choice(values.object("config"), key, choices)
     files = (parse_digests if config.generation == model_config.MTP else parse_files)(values.object("files"))
     expected = {VOCABULARY_FILE} if config.has_mapping else set()
     if config.generation == model_config.MTP and files.keys() - {"config.json", SINGLE_FILE} != expected:
@@ -153,22 +151,14 @@ def parse_vision(path: Path, values: JSONObject) -> EngineVision:
     """The section "vision" of the engine directory `path`."""
     values.refuse_other_keys("config", "files")
     config = values.object("config").dataclass(VisionConfig)
-    for key, choices in (
-        ("family", VISION_FAMILIES),
-        ("activation", ACTIVATIONS),
-        ("projector_activation", ACTIVATIONS),
-    ):
-        choice(values.object("config"), key, choices)
     if "files" not in values.values:
         return EngineVision(path, config)
     return EngineVision(path / VISION_FOLDER, config, parse_files(values.object("files")))
 
 
 def check_head(config: JSONObject, head: str, columns: int, has_file: bool) -> None:
-    """Raise the error of a description whose `head` is none that there is, or has rows that it cannot have, or that
-    does not agree with its files."""
-    if head not in model_config.HEADS:
-        raise config.error(f"'head' is {head!r:.80}, expected one of {', '.join(model_config.HEADS)}")
+    """Raise the error of a description whose `head` has rows that it cannot have, or that does not agree with its
+    files."""
     try:
         format = head_format(head, columns, "float32")
     except ValueError as error:
@@ -264,15 +254,11 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     fits = not section or (len(section) == 3 and sum(section) == half)
     require(fits, "mrope_section", f"expected three numbers with a sum of {half}")
     require(0 < config.rms_norm_eps <= 1, "rms_norm_eps", "expected a number above 0 and up to 1")
-    is_known = config.hidden_act in model_config.MLP_ACTIVATIONS
-    require(is_known, "hidden_act", f"expected one of {', '.join(model_config.MLP_ACTIVATIONS)}")
     kinds, layers = config.layer_kinds, config.num_layers
     fits = not kinds or (len(kinds) == layers and set(kinds) <= set(model_config.LAYER_KINDS))
     require(fits, "layer_kinds", f"expected for each of {layers} layers one of {', '.join(model_config.LAYER_KINDS)}")
     require(not kinds or set(kinds) != {"mlp"}, "layer_kinds", "expected a layer that mixes tokens")
     require("mlp" not in kinds or config.lone_parts, "lone_parts", "expected true where layers are MLPs alone")
-    require(config.pooling in model_config.POOLINGS, "pooling", f"expected one of {', '.join(model_config.POOLINGS)}")
-    require(config.naming in model_config.NAMINGS, "naming", f"expected one of {', '.join(model_config.NAMINGS)}")
     least, most = model_config.CONV_WIDTHS
     fits = not config.is_recurrent or least <= config.conv_width <= most
     require(fits, "conv_width", f"expected {least} to {most}")
@@ -290,8 +276,6 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     if config.mixture is not None:
         own, mixture = values.object("mixture"), config.mixture
         _require(own, mixture, mixture.chosen <= mixture.experts, "chosen", f"there are {mixture.experts} experts")
-        is_known = mixture.scores in model_config.EXPERT_SCORES
-        _require(own, mixture, is_known, "scores", f"expected one of {', '.join(model_config.EXPERT_SCORES)}")
         _check_layers(own, mixture, "dense_layers", layers - 1)
         beside = mixture.shared_size > 0 and not mixture.shared_gate and config.residual_scale == 1
         fits = beside or not mixture.latent_size
@@ -342,14 +326,6 @@ def _check_layers(values: JSONObject, config: object, key: str, count: int) -> N
     _require(values, config, fits, key, f"expected different layers from 0 to {count}")
 
 
-def choice(values: JSONObject, key: str, choices: Iterable[str]) -> str:
-    """The text under `key`, one of `choices`."""
-    value = values.get(key, "str")
-    if value not in choices:
-        raise values.error(f"{key!r} is {value!r}, expected one of {', '.join(choices)}")
-    return value
-
-
 def parse_files(values: JSONObject) -> dict[str, FileDigest]:
     """Digests by file name of a model: its configuration and its weights are among them."""
     files = parse_digests(values)
@@ -362,7 +338,7 @@ def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
     """Digests by name."""
     files = {}
     for name in values.values:
-        if not (_FILE_NAME.fullmatch(name) or is_template_name(name) or name == POOLING_FILE):
+        if not (_FILE_NAME.fullmatch(name) or is_shard_name(name) or is_template_name(name) or name == POOLING_FILE):
             raise values.error(f"{name!r} is not a plain file name")
         entry = values.object(name)
         entry.refuse_other_keys("sha256", "size", "section")

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.engines.directories.engine_parts import parse_digests
 from edgellm.engines.errors import EngineDirectoryError
-from edgellm.engines.formats.digests import FileDigest, hash_bytes, hash_file
+from edgellm.engines.formats.digests import FileDigest, hash_bytes
 from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.kernels.errors import KernelError
@@ -27,26 +27,13 @@ def parse_kernels(values: JSONObject) -> dict[str, FileDigest]:
     return parse_digests(values)
 
 
-def kernel_differences(path: Path, kernels: Mapping[str, FileDigest], verify: bool) -> Iterator[str]:
-    """One line for each folder of an engine directory that is not as described: its manifest, and with `verify` its
-    cubins, which are compared whenever they are loaded."""
-    for name, expected in kernels.items():
-        folder, shown = path / KERNELS_FOLDER / name, f"{KERNELS_FOLDER}/{name}/"
-        try:
-            found = hash_file(folder / MANIFEST_NAME)
-        except FileNotFoundError:
-            yield f"{shown}{MANIFEST_NAME}: missing"
-            continue
-        except OSError as error:
-            yield f"{shown}{MANIFEST_NAME}: cannot be read ({error.strerror or error})"
-            continue
-        if found != expected:
-            yield f"{shown}{MANIFEST_NAME}: SHA-256 {found.sha256[:16]}..., expected {expected.sha256[:16]}..."
-        elif verify:
-            yield from _cubin_differences(folder)
+def manifests(kernels: Mapping[str, FileDigest]) -> dict[str, dict[str, FileDigest]]:
+    """The files that are described of each folder, by its name in the engine directory: the manifest alone."""
+    return {f"{KERNELS_FOLDER}/{name}": {MANIFEST_NAME: digest} for name, digest in kernels.items()}
 
 
-def _cubin_differences(folder: Path) -> Iterator[str]:
+def cubin_differences(folder: Path) -> Iterator[str]:
+    """One line for each cubin of a folder that is not as its manifest says."""
     try:
         manifest = read_manifest(folder)
     except KernelError as error:

@@ -189,6 +189,12 @@ def inner_family(fields: ConfigFields, *families: Family) -> Family:
     return families[0]
 
 
+def read_inner(fields: ConfigFields, *families: Family) -> DecoderConfig:
+    """The language model inside, of one of the families, with what its class takes for what the file leaves out."""
+    family = inner_family(fields, *families)
+    return family.read(text_fields(fields, family.defaults))
+
+
 def vision_fields(fields: ConfigFields) -> dict[str, Any]:
     """The vision encoder's fields, as they are."""
     values = fields.values.get("vision_config")

@@ -13,7 +13,7 @@ from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, TRAINED_LENGTH
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "pretraining_tp"), (1,)),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1,)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
     **dict.fromkeys(("use_bidirectional_attention", "lm_head_bias", "attention_out_bias"), (False,)),
     **dict.fromkeys(("use_qk_norm", "qk_layernorm"), (False,)),
@@ -160,7 +160,9 @@ class ConfigFields:
         """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `usual` or that of the tensors."""
         key = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
         value = self.values.get(key)
-        if value is None:
+        if isinstance(value, str):
+            value = value.removeprefix("torch.")
+        if value in (None, "auto"):
             fallback = usual or self.tensors_dtype
             if fallback in _DTYPES:
                 return fallback

@@ -170,7 +170,7 @@ MINICPM = Family("minicpm", "MiniCPMForCausalLM", _read_minicpm, {"tie_word_embe
 
 def _read_smollm3(fields: ConfigFields) -> DecoderConfig:
     """Some layers have no rotary embedding: `no_rope_layers` holds 0 for each of them, else 1."""
-    fields.ignore("no_rope_layers", "pretraining_tp")
+    fields.ignore("no_rope_layers")
     return read_llama(fields, nope_layers=_nope_layers(fields))
 
 

@@ -3,15 +3,15 @@ SmolVLM, LFM2-VL, InternVL, MiniCPM-V, Qwen3-ASR, Voxtral, Qwen2-Audio."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, inner_family, text_fields, with_image_tokens
+from edgellm.engines.families.decoders import Family, inner_family, read_inner, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.gemma import GEMMA, GEMMA2, GEMMA3
-from edgellm.engines.families.hybrid import LFM2, QWEN3_5_DEFAULTS, QWEN3_5_TEXT
+from edgellm.engines.families.hybrid import LFM2, QWEN3_5_TEXT
 from edgellm.engines.families.llama import LLAMA, MINISTRAL3, MISTRAL
 from edgellm.engines.families.mixtures import GPT_OSS, QWEN3_MOE
 from edgellm.engines.families.pixtral import MISTRAL3_IMAGE_TOKEN
@@ -27,8 +27,7 @@ from edgellm.engines.model.config import DecoderConfig
 
 _LLAVA_IMAGE_TOKEN = 32000
 #: Qwen3 inside has the sizes of the larger Qwen3-ASR where the file does not say.
-_ASR = {
-    **QWEN3.defaults,
+_ASR_SIZES = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 28,
@@ -37,8 +36,7 @@ _ASR = {
     "max_position_embeddings": 65536,
 }
 #: Llama inside has those of Voxtral Mini.
-_VOXTRAL = {
-    **LLAMA.defaults,
+_VOXTRAL_SIZES = {
     "vocab_size": 131072,
     "hidden_size": 3072,
     "intermediate_size": 8192,
@@ -51,8 +49,7 @@ _VOXTRAL = {
     "rope_theta": 100000000.0,
 }
 #: Mistral inside has the sizes of Mistral Small 3.1, with no window, where the file does not say.
-_SMALL = {
-    **MISTRAL.defaults,
+_SMALL_SIZES = {
     "vocab_size": 131072,
     "hidden_size": 5120,
     "intermediate_size": 32768,
@@ -76,35 +73,29 @@ _PALIGEMMA_TEXT = {
 def _read_qwen3_asr(fields: ConfigFields) -> DecoderConfig:
     if "thinker_config" in fields.values:
         fields.refuse("thinker_config", {}, "supported is the layout of transformers: Qwen/Qwen3-ASR-1.7B-hf")
-    return _read_with_speech(fields, QWEN3, _ASR, "audio_token_id", 151676)
+    return _read_with_speech(fields, _sized(QWEN3, _ASR_SIZES), 151676)
 
 
-def _read_with_speech(
-    fields: ConfigFields, family: Family, defaults: Mapping[str, Any], key: str, token: int
-) -> DecoderConfig:
+def _sized(family: Family, sizes: Mapping[str, Any]) -> Family:
+    """The family with other sizes where the file does not say."""
+    return replace(family, defaults={**family.defaults, **sizes})
+
+
+def _read_with_speech(fields: ConfigFields, family: Family, token: int, key: str = "audio_token_id") -> DecoderConfig:
     """A language model of the `family`; tokens of speech stand at consecutive positions."""
-    config = inner_family(fields, family).read(text_fields(fields, defaults))
+    config = read_inner(fields, family)
     return replace(config, audio_token_id=fields.token_id(key, token, largest=max(0, config.vocab_size - 1)))
 
 
-def _read_mistral3(fields: ConfigFields) -> DecoderConfig:
-    """An image's tokens stand at consecutive positions, with a token behind each of its rows."""
-    family = inner_family(fields, MISTRAL, MINISTRAL3)
-    config = family.read(text_fields(fields, _SMALL if family is MISTRAL else family.defaults))
-    return with_image_tokens(config, fields, fields.image_key, MISTRAL3_IMAGE_TOKEN)
-
-
-def _read_llava(fields: ConfigFields) -> DecoderConfig:
-    """An image's tokens stand at consecutive positions."""
-    family = inner_family(fields, LLAMA, QWEN2, QWEN3, MISTRAL)
-    config = family.read(text_fields(fields, family.defaults))
-    return with_image_tokens(config, fields, fields.image_key, _LLAVA_IMAGE_TOKEN)
+def _with_images(token: int, *families: Family, key: str | None = None) -> Callable[[ConfigFields], DecoderConfig]:
+    """What reads a language model of one of the families, with an image's tokens at consecutive positions (of Mistral 3
+    with a token behind each of its rows)."""
+    return lambda fields: with_image_tokens(read_inner(fields, *families), fields, key or fields.image_key, token)
 
 
 def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
     """Each image has `mm_tokens_per_image` tokens, each of which sees all of them."""
-    config = inner_family(fields, GEMMA3).read(text_fields(fields, GEMMA3.defaults))
-    config = with_image_tokens(config, fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
+    config = with_image_tokens(read_inner(fields, GEMMA3), fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
     return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
 
 
@@ -120,26 +111,19 @@ def _read_paligemma(fields: ConfigFields) -> DecoderConfig:
     return replace(config, image_tokens=tokens, prefix_attention=True)
 
 
-def _read_tiled(fields: ConfigFields, token: int, families: tuple[Family, ...]) -> DecoderConfig:
-    """A language model of one of the families; an image's tokens stand at consecutive positions."""
-    family = inner_family(fields, *families)
-    return with_image_tokens(family.read(text_fields(fields, family.defaults)), fields, "image_token_id", token)
-
-
 def _read_minicpmv4_6(fields: ConfigFields) -> DecoderConfig:
     """Qwen3.5's language model; an image's tokens stand at consecutive positions."""
-    config = inner_family(fields, QWEN3_5_TEXT).read(text_fields(fields, QWEN3_5_DEFAULTS))
-    config = replace(config, mrope_section=(), mrope_interleaved=False)
+    config = replace(read_inner(fields, QWEN3_5_TEXT), mrope_section=(), mrope_interleaved=False)
     return with_image_tokens(config, fields, "image_token_id", None)
 
 
-_read_voxtral = partial(_read_with_speech, family=LLAMA, defaults=_VOXTRAL, key="audio_token_id", token=24)
-_read_qwen2_audio = partial(
-    _read_with_speech, family=QWEN2, defaults=QWEN2.defaults, key="audio_token_index", token=151646
-)
-_read_smolvlm = partial(_read_tiled, token=SMOLVLM_IMAGE_TOKEN, families=(LLAMA,))
-_read_lfm2_vl = partial(_read_tiled, token=LFM2_VL_IMAGE_TOKEN, families=(LFM2,))
-_read_internvl = partial(_read_tiled, token=INTERNVL_IMAGE_TOKEN, families=(QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS))
+_read_voxtral = partial(_read_with_speech, family=_sized(LLAMA, _VOXTRAL_SIZES), token=24)
+_read_qwen2_audio = partial(_read_with_speech, family=QWEN2, token=151646, key="audio_token_index")
+_read_llava = _with_images(_LLAVA_IMAGE_TOKEN, LLAMA, QWEN2, QWEN3, MISTRAL)
+_read_mistral3 = _with_images(MISTRAL3_IMAGE_TOKEN, _sized(MISTRAL, _SMALL_SIZES), MINISTRAL3)
+_read_smolvlm = _with_images(SMOLVLM_IMAGE_TOKEN, LLAMA, key="image_token_id")
+_read_lfm2_vl = _with_images(LFM2_VL_IMAGE_TOKEN, LFM2, key="image_token_id")
+_read_internvl = _with_images(INTERNVL_IMAGE_TOKEN, QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS, key="image_token_id")
 LLAVA = Family("llava", "LlavaForConditionalGeneration", _read_llava)
 PALIGEMMA = Family("paligemma", "PaliGemmaForConditionalGeneration", _read_paligemma)
 GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", _read_gemma3_with_images)

@@ -19,6 +19,7 @@ from edgellm.kernels.user_paths import resolved
 _AT_CURRENT_DIRECTORY = -100  # AT_FDCWD of fcntl.h
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _SPARE_DISK_BYTES = 16 << 20
+_MARK, _MARK_BYTES = ".partial-", 4
 
 
 class StagedDirectory:
@@ -30,7 +31,6 @@ class StagedDirectory:
 
     def __init__(self, target: Path) -> None:
         self._target = resolved(target)
-        self.path = self._target.with_name(f".{self._target.name}.partial-{secrets.token_hex(4)}")
         self._lock = -1
         self._above: list[Path] = []
 
@@ -38,15 +38,18 @@ class StagedDirectory:
         self._above = [folder for folder in self._target.parents if not folder.exists()]
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
-        self.path.mkdir()
-        self._lock = _locked(self.path)
-        return self
+        while True:
+            self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")
+            self.path.mkdir()
+            self._lock = _locked(self.path, fcntl.LOCK_EX)
+            if self.path.exists():  # not taken for an abandoned one before it was locked
+                return self
+            self._unlock()
 
     def __exit__(self, *exception: object) -> None:
         # After a commit that replaced a directory, this name holds the replaced one.
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
+        self._unlock()
         for folder in self._above:
             with suppress(OSError):  # one that has something in it stays
                 folder.rmdir()
@@ -75,9 +78,14 @@ class StagedDirectory:
             replaced.rename(self.path)
         sync_directory(self._target.parent)
 
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+
     def _remove_abandoned(self) -> None:
-        for path in self._target.parent.glob(f".{glob.escape(self._target.name)}.partial-*"):
-            lock = _locked(path)
+        own = f".{glob.escape(self._target.name)}{_MARK}{'[0-9a-f]' * 2 * _MARK_BYTES}"  # others' folders stay
+        for path in self._target.parent.glob(own):
+            lock = _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock >= 0:  # nobody writes into it any more
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
@@ -112,14 +120,25 @@ def check_space(folder: Path, needed: int, error_class: type[EdgeLLMError], what
         )
 
 
-def _locked(path: Path) -> int:
-    """A descriptor of the directory with an exclusive lock, which ends with the process; -1 where another has it."""
+def is_taken(descriptor: int) -> bool:
+    """Whether another process has locked what is open here; else it is locked, until it is closed. Where the file
+    system has no locks, as some on a network, nobody is kept apart."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def _locked(path: Path, kind: int) -> int:
+    """A descriptor of the directory with a lock of this kind, which ends with the process; -1 where there is none to be
+    had."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return -1
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind)
     except OSError:
         os.close(descriptor)
         return -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +42,11 @@ _MOST_ITEMS = 4096
 def bounded(largest: int, added_later: bool = False) -> dict[str, Any]:
     """The metadata of a field of whole numbers: each may be at most `largest`; see `ADDED_LATER`."""
     return {"largest": largest} | (dict(ADDED_LATER) if added_later else {})
+
+
+def one_of(choices: Iterable[str], added_later: bool = False) -> dict[str, Any]:
+    """The metadata of a field of text: it is one of `choices`; see `ADDED_LATER`."""
+    return {"choices": choices} | (dict(ADDED_LATER) if added_later else {})
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
@@ -136,6 +141,13 @@ class JSONObject:
             raise self.error(f"{key!r} is {as_json(value)}, expected {words}")
         return tuple(value) if kind.startswith("tuple") else float(value) if kind == "float" else value
 
+    def choice(self, key: str, choices: Iterable[str]) -> str:
+        """The text under `key`, one of `choices`."""
+        value = self.get(key, "str")
+        if value not in choices:
+            raise self.error(f"{key!r} is {value!r:.80}, expected one of {', '.join(choices)}")
+        return value
+
     def object(self, key: str) -> JSONObject:
         """The object under `key`."""
         return JSONObject(self.get(key, "dict"), f"{self.place}: {key}", self._error_class, self._advice)
@@ -148,12 +160,14 @@ class JSONObject:
     def dataclass(self, cls: type[T], **nested: type[DataclassInstance]) -> T:
         """This object as a dataclass whose annotations are strings; every field must be there and no other key.
 
-        A field marked `ADDED_LATER` may be missing, one that is `bounded` has a range; `nested` gives the dataclasses
-        of fields that hold one, at any depth.
+        A field marked `ADDED_LATER` may be missing, one that is `bounded` has a range, one that is `one_of` some texts
+        no other; `nested` gives the dataclasses of fields that hold one, at any depth.
         """
         values = {
             field.name: self.object(field.name).dataclass(nested[field.name], **nested)
             if field.name in nested
+            else self.choice(field.name, field.metadata["choices"])
+            if "choices" in field.metadata
             else self.get(field.name, str(field.type), field.metadata.get("largest"))
             for field in fields(cls)
             if field.name in self.values or not field.metadata.get("added_later")

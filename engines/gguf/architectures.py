@@ -144,11 +144,12 @@ def _olmo2(metadata: Metadata, config: _Config) -> _Config:
 
 
 def _minicpm(metadata: Metadata, config: _Config) -> _Config:
+    """Of the first files, which do not say the scales, they are those of all models that were published then."""
     residual, logits = metadata.number("residual_scale"), metadata.number("logit_scale")
     return {
-        "scale_emb": metadata.number("embedding_scale"),
-        "scale_depth": residual and residual * (config["num_hidden_layers"] or 0) ** 0.5,
-        "dim_model_base": logits and (config["hidden_size"] or 0) / logits,
+        "scale_emb": metadata.number("embedding_scale") or 12.0,
+        "scale_depth": residual * (config["num_hidden_layers"] or 0) ** 0.5 if residual else 1.4,
+        "dim_model_base": (config["hidden_size"] or 0) / logits if logits else 256,
     }
 
 

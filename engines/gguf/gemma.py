@@ -25,9 +25,9 @@ def _gemma(config: _Config, most_layers: int) -> _Config:
 
 
 def gemma2_config(metadata: Metadata, config: _Config) -> _Config:
-    """Gemma 2's."""
+    """Gemma 2's; the first files do not say the window."""
     return _gemma(config, 46) | {
-        "sliding_window": metadata.whole("attention.sliding_window") or None,
+        "sliding_window": metadata.whole("attention.sliding_window") or 4096,
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
     }
 

@@ -54,8 +54,8 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
 
 #: What ends a turn or a text, where files name but one of several such tokens.
 _ENDS = (
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>"),
-    *("<|end_of_text|>", "<|tool_response>"),
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<eos>", "<end_of_turn>", "<turn|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<|tool_response>", "<|return|>", "<|call|>"),
 )
 #: Kinds of tokens; Gemma 4's calls of tools end with one that is shown.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -70,6 +70,7 @@ def end_tokens(metadata: Metadata) -> list[int]:
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if token in _ENDS and (kind == _CONTROL or (kind, token) == (_USER_DEFINED, "<|tool_response>"))
+        if (metadata.architecture, token) != ("gpt-oss", "<|end|>")  # whose answers are several messages
     )
     return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
 
@@ -94,7 +95,8 @@ def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
         return base | {key: value for key, value in given.items() if value is not None}
     if (factors := metadata.values("rope_freqs.weight", files)) is not None:
         return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
-    kind, factor = metadata.text("rope.scaling.type"), metadata.number("rope.scaling.factor")
+    factor = metadata.number("rope.scaling.factor") or metadata.number("rope.scale_linear")  # of the first files
+    kind = metadata.text("rope.scaling.type") or ("linear" if factor else None)
     if kind in (None, "none"):
         return base
     scaling = {"rope_type": kind, "factor": factor}

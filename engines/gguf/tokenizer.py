@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 #: The types of tokens.
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _SPACE = "\u2581"
 #: Of pieces that are looked for in others; SentencePiece's own have 16 characters unless it is told otherwise.
 _LONGEST_PIECE = 1024
@@ -100,9 +100,9 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
     strips = metadata.architecture == "phi3" and kind == "llama"
     added = []
     for text, own in vocabulary.kinds.items():
-        if text and own in (_CONTROL, _USER_DEFINED):
-            strip = strips and own == _CONTROL and text not in _PLAIN
-            added.append(AddedToken(text, normalized=False, rstrip=strip, special=own == _CONTROL))
+        if text and own in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+            strip = strips and (own == _CONTROL or text == "</s>") and text not in _PLAIN
+            added.append(AddedToken(text, normalized=False, rstrip=strip, special=own != _USER_DEFINED))
     tokenizer.add_tokens(added)
     return json.loads(tokenizer.to_str()) | {"post_processor": _frame(metadata, vocabulary, begins)}
 
@@ -216,6 +216,8 @@ def _merges(metadata: Metadata, vocabulary: _Vocabulary) -> list[tuple[str, str]
 def _frame(metadata: Metadata, vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:
     """What lets texts begin with BOS and end with EOS, as the file says or the kind of tokenizer has it."""
     ends, asked = metadata.flag("tokenizer.ggml.add_eos_token"), metadata.flag("tokenizer.ggml.add_bos_token")
+    if metadata.text("tokenizer.ggml.model") == "gemma4":  # whose first files say, wrongly, that texts begin without
+        asked = True
     first = _named(metadata, vocabulary, "bos") if (begins if asked is None else asked) else None
     last = _named(metadata, vocabulary, "eos") if ends else None
     if first is None and last is None:

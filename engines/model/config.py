@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
+from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded, one_of
 
 if TYPE_CHECKING:
     from edgellm.kernels.experts.contract import Activation, Routing
@@ -67,7 +67,7 @@ class Mixture:
     experts: int = field(metadata=bounded(LARGEST_EXPERTS))
     chosen: int = field(metadata=bounded(LARGEST_EXPERTS))
     size: int
-    scores: str = field(default="softmax", metadata=ADDED_LATER)
+    scores: str = field(default="softmax", metadata=one_of(EXPERT_SCORES, True))
     correction: bool = field(default=False, metadata=ADDED_LATER)
     normalized: bool = field(default=True, metadata=ADDED_LATER)
     epsilon: float = field(default=0.0, metadata=ADDED_LATER)
@@ -191,7 +191,7 @@ class DecoderConfig:
     mrope_section: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     mrope_interleaved: bool = field(default=False, metadata=ADDED_LATER)
     deepstack_layers: int = field(default=0, metadata=bounded(LARGEST_DEPTH, True))
-    hidden_act: str = field(default="silu", metadata=ADDED_LATER)
+    hidden_act: str = field(default="silu", metadata=one_of(MLP_ACTIVATIONS, True))
     norm_offset: float = field(default=0.0, metadata=ADDED_LATER)
     embedding_scale: float = field(default=1.0, metadata=ADDED_LATER)
     residual_scale: float = field(default=1.0, metadata=ADDED_LATER)
@@ -200,14 +200,14 @@ class DecoderConfig:
     nope_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     fused_projections: bool = field(default=False, metadata=ADDED_LATER)
     sliding_window: int | None = field(default=None, metadata=ADDED_LATER)
-    head: str = field(default=HEADS[0], metadata=ADDED_LATER)
+    head: str = field(default=HEADS[0], metadata=one_of(HEADS, True))
     embeds_by_head: bool = field(default=False, metadata=ADDED_LATER)
     layer_kinds: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     conv_width: int = field(default=0, metadata=ADDED_LATER)
     conv_bias: bool = field(default=False, metadata=ADDED_LATER)
     delta_heads: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     attention_gate: bool = field(default=False, metadata=ADDED_LATER)
-    naming: str = field(default="llama", metadata=ADDED_LATER)
+    naming: str = field(default="llama", metadata=one_of(NAMINGS, True))
     local_rope_theta: float | None = field(default=None, metadata=ADDED_LATER)
     post_norms: bool = field(default=False, metadata=ADDED_LATER)
     delta_products: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
@@ -217,7 +217,7 @@ class DecoderConfig:
     joint_qk_norm: bool = field(default=False, metadata=ADDED_LATER)
     layer_norms: bool = field(default=False, metadata=ADDED_LATER)
     gated_mlp: bool = field(default=True, metadata=ADDED_LATER)
-    pooling: str = field(default=POOLINGS[0], metadata=ADDED_LATER)
+    pooling: str = field(default=POOLINGS[0], metadata=one_of(POOLINGS, True))
     mixture: Mixture | None = field(default=None, metadata=ADDED_LATER)
     attention_sinks: bool = field(default=False, metadata=ADDED_LATER)
     rotates_neighbours: bool = field(default=False, metadata=ADDED_LATER)
@@ -410,12 +410,12 @@ class DraftConfig:
     are keys and values of the base's features, each at its own position, so that a text needs no pass of the draft.
     """
 
-    generation: str
+    generation: str = field(metadata=one_of(GENERATIONS))
     decoder: DecoderConfig
     draft_vocab_size: int
     has_mapping: bool
     feature_layers: tuple[int, ...]
-    feature_norm: str
+    feature_norm: str = field(metadata=one_of(FEATURE_NORMS))
     layer_prefix: str
     has_embedding: bool
     has_head: bool

@@ -44,7 +44,7 @@ def _attention(graph: Running[Tensor], step: encoder_steps.EncoderAttention) -> 
     query, key = operations.split(rotated, (heads, heads), axis=1)
     blocks = _query_blocks(count * heads, rows)
     parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
-    contexts = [operations.attention(part, key, values, mask, Scoring(size**-0.5)) for part in parts]
+    contexts = [operations.attention(part, (key, values), mask, Scoring(size**-0.5)) for part in parts]
     context = operations.concatenate(contexts, axis=2) if len(blocks) > 1 else contexts[0]
     return operations.reshape(operations.merge_heads(context), (1, count * rows, heads * size))
 

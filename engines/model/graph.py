@@ -203,15 +203,15 @@ class ProgramGraph(Generic[Tensor]):
             assert step.k_norm is not None
             value = operations.rms_norm(value, None, step.k_norm.epsilon)
         mask, start = given["attention_mask"], given["kvcache_start_index"]
-        keys, values, *scales = self._update_rows(step, key, value)
+        caches = self._update_rows(step, key, value)
         scoring = Scoring(step.scale, step.cap, None if step.sinks is None else self.weights[step.sinks.name])
         if step.looks_ahead:
             seen = given[steps.LAST_SEEN]
-            context = operations.attention_ahead(query, keys, values, start, seen, step.window, scoring, *scales)
+            context = operations.attention_ahead(query, caches, start, seen, step.window, scoring)
         elif step.window is None:
-            context = operations.attention(query, keys, values, mask, scoring, *scales)
+            context = operations.attention(query, caches, mask, scoring)
         else:
-            context = operations.window_attention(query, keys, values, mask, start, step.window, scoring, *scales)
+            context = operations.window_attention(query, caches, mask, start, step.window, scoring)
         if gate is not None:
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         return operations.merge_heads(context)
@@ -275,15 +275,31 @@ class ProgramGraph(Generic[Tensor]):
         )
         self._say_committed(step)
 
+    def _silu_of(self, gate: str, first: int, value: str) -> Tensor:
+        """What multiplies a value: of a gate's columns from `first` on."""
+        operations, width = self.operations, self._program.kinds[value][0][-1]
+        ends = [size for size in (first, width) if size]
+        own = operations.split(self.values[gate], ends, axis=2)[len(ends) - 1]
+        return operations.activation(operations.to_float32(own), "silu")
+
+    def _square_sums(self, step: steps.SquareSums) -> Tensor:
+        operations, value = self.operations, self.values[step.value]
+        if step.gate is not None:
+            value = operations.multiply(value, self._silu_of(step.gate, step.first, step.value))
+        return operations.square_sums(value, step.widths, step.counted)
+
     def _gated_norm(self, step: GatedNorm) -> Tensor:
         operations, value = self.operations, self.values[step.value]
-        width = self._program.kinds[step.value][0][-1]
-        ends = [size for size in (step.first, width) if size]
-        gate = operations.split(self.values[step.gate], ends, axis=2)[len(ends) - 1]
-        gate = operations.activation(operations.to_float32(gate), "silu")
+        gate, weight = self._silu_of(step.gate, step.first, step.value), self.weights[step.norm.weight.name]
+        if step.squares is not None:
+            place, whole = step.shared
+            squares = operations.split(self.values[step.squares], [place, 1], axis=2)[1]
+            gated = operations.multiply(value, gate)
+            return operations.to_compute(operations.rms_norm_of_ranks(gated, weight, squares, whole, step.norm))
         if step.gates_first:
+            width = self._program.kinds[step.value][0][-1]
             parts = operations.split_heads(operations.multiply(value, gate), step.heads)
-            weight = operations.reshape(self.weights[step.norm.weight.name], (step.heads, 1, width // step.heads))
+            weight = operations.reshape(weight, (step.heads, 1, width // step.heads))
             normed = operations.merge_heads(operations.rms_norm(parts, weight, step.norm.epsilon, 0.0))
             return operations.to_compute(normed)
         normed = operations.merge_heads(self._norm(operations.split_heads(value, step.heads), step.norm))
@@ -335,9 +351,7 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     steps.NormLinear: ProgramGraph._norm_linear,
     steps.LinearResidual: ProgramGraph._linear_residual,
     steps.Reduce: lambda graph, step: graph.operations.reduce(graph.values[step.value]),
-    steps.SquareSums: lambda graph, step: graph.operations.square_sums(
-        graph.values[step.value], step.widths, step.counted
-    ),
+    steps.SquareSums: ProgramGraph._square_sums,
     steps.Assemble: lambda graph, step: graph.operations.assemble(graph.values[step.value]),
     steps.AddResidual: ProgramGraph._linear_residual,
     steps.Experts: ProgramGraph._experts,

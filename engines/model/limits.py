@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
+from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded, one_of
 from edgellm.engines.model.config import DecoderConfig
 
 #: What engines can be built for. A context of 16 million tokens is longer than that of any published model.
@@ -115,7 +115,7 @@ class EngineLimits:
     max_lora_rank: int = field(default=0, metadata=bounded(LARGEST_LORA_RANK, True))
     lora_slots: int = field(default=0, metadata=bounded(LARGEST_LORA_SLOTS, True))
     image_rows: tuple[int, ...] = field(default=(), metadata=bounded(LARGEST_IMAGE_ROWS, True))
-    kv_cache: str = field(default="compute", metadata=ADDED_LATER)
+    kv_cache: str = field(default="compute", metadata=one_of(KV_CACHES, True))
     packed: bool = field(default=False, metadata=ADDED_LATER)
     window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
     draft_block: int = field(default=0, metadata=bounded(LARGEST_DRAFT_BLOCK, True))

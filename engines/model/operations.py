@@ -123,19 +123,14 @@ class Operations(Protocol[Tensor]):
         """
 
     def attention(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scoring: Scoring[Tensor],
-        *scales: Tensor,
+        self, query: Tensor, caches: Sequence[Tensor], mask: Tensor | None, scoring: Scoring[Tensor]
     ) -> Tensor:
-        """Grouped-query attention of [B, nq, T, D] over the first L rows of keys and values [B, nkv, C, D].
+        """Grouped-query attention of [B, nq, T, D] over the first L rows of keys and values [B, nkv, C, D], the
+        `caches`.
 
         `mask` [B, 1, T, L], or [B, 1, 1, L] for all T alike, is True where a key is visible; None shows every row. The
-        softmax is computed in float32. Keys and values of int8 have scales [B, nkv, C, 1], which multiply scores and
-        weights. Query head h uses key-value head h // (nq / nkv).
+        softmax is computed in float32. Behind keys and values of int8 stand their scales [B, nkv, C, 1], which multiply
+        scores and weights. Query head h uses key-value head h // (nq / nkv).
         """
 
     def short_convolution(
@@ -190,13 +185,11 @@ class Operations(Protocol[Tensor]):
     def window_attention(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        caches: Sequence[Tensor],
         mask: Tensor,
         start_index: Tensor,
         window: int,
         scoring: Scoring[Tensor],
-        *scales: Tensor,
     ) -> Tensor:
         """The same within a window, of rows that are a ring: position p in row p modulo C.
 
@@ -207,13 +200,11 @@ class Operations(Protocol[Tensor]):
     def attention_ahead(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        caches: Sequence[Tensor],
         start_index: Tensor,
         last_seen: Tensor,
         window: int | None,
         scoring: Scoring[Tensor],
-        *scales: Tensor,
     ) -> Tensor:
         """The same where the token at position p = start_index[b] + t sees the positions up to last_seen[b, t], which
         is p or that of a later token of the step; with a `window`, where rows are a ring, those behind p - window."""

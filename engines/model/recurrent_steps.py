@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from edgellm.engines.formats.strict_formats import ADDED_LATER
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import ConvColumns, DeltaMatrix, Edge, SpaceMatrix
@@ -99,6 +100,8 @@ class GatedNorm(Step):
     """output = norm of each of the `heads` parts of value, times silu(the columns of `gate` from `first` on).
 
     With `gates_first` the norm is that of each part of value times silu(gate), and has a weight for each column of all.
+    Where ranks share a part, `squares` are sums of all of it (see `SquareSums`), and `shared` says which of them is its
+    own, and how wide the part is of all ranks together.
     """
 
     value: str = field(metadata=READS)
@@ -107,6 +110,8 @@ class GatedNorm(Step):
     heads: int
     norm: Norm
     gates_first: bool = False
+    squares: str | None = field(default=None, metadata=READS | ADDED_LATER)
+    shared: tuple[int, int] = field(default=(0, 0), metadata=ADDED_LATER)
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (kinds[self.value][0], "compute")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import WeightSpec
@@ -35,10 +35,18 @@ from edgellm.engines.model.steps import (
 
 #: From the first to before the second.
 Range = tuple[int, int]
-#: A rank, and of how many.
-Share = tuple[int, int]
+#: Columns between two layers that stay together where nothing is packed: kernels read eight at a time.
+UNIT = 8
 #: A projected value, and which of its columns from such a one on a step takes.
 _Taken = tuple[str, int, Iterable[Range]]
+
+
+class Share(NamedTuple):
+    """A rank, of how many, and columns between two layers that stay together, as groups of packed weights do."""
+
+    rank: int
+    of: int
+    unit: int = UNIT
 
 
 @dataclass(frozen=True)
@@ -70,26 +78,27 @@ class Shard:
     cuts: Mapping[str, Cut]
 
 
-def sharded(program: Program, rank: int, of: int) -> Shard:
-    """The part of a decoder's program that a rank of so many computes.
+def sharded(program: Program, rank: int, of: int, unit: int = UNIT) -> Shard:
+    """The part of a decoder's program that a rank of so many computes; see `Share`.
 
-    The query heads are divided equally. A rank has the key-value heads of its query heads: where there are fewer than
-    ranks, several have the same. `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and
-    an `AddResidual`: of one rank these give the same bits. Of a mixture a rank has whole experts. What tokens' own
-    embeddings let through (Gemma 4) is computed by all: it is less than a sum takes. Raises EngineError that names what
-    cannot be shared, norms of all heads of a state space among it.
+    The query heads are divided equally, and what an MLP has between its layers as equally as whole units can be. A rank
+    has the key-value heads of its query heads: where there are fewer than ranks, several have the same.
+    `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and an `AddResidual`: of one rank
+    these give the same bits. Of a mixture a rank has whole experts. What tokens' own embeddings let through (Gemma 4)
+    is computed by all: it is less than a sum takes. Raises EngineError that names what cannot be shared.
     """
-    return _Sharding(program, rank, of).shard()
+    return _Sharding(program, Share(rank, of, unit)).shard()
 
 
 class _Sharding:
     """The parts of one rank; a method for a kind of step gives the steps in its place, or None where it is refused."""
 
-    def __init__(self, program: Program, rank: int, of: int) -> None:
-        self._program, self._rank, self._of = program, rank, of
+    def __init__(self, program: Program, share: Share) -> None:
+        self._program, (self._rank, self._of, self._unit) = program, share
         self._attentions = {step.value: step for step in reversed(program.attentions)}
         self._multiplied = {step.value for step in program.steps if isinstance(step, LinearResidual)}
         self._split: set[str] = set()  # values of which each rank has its columns
+        self._inner: dict[str, Range] = {}  # of those between the layers of an MLP which these are
         self._cuts: dict[str, Cut] = {}
         recurrent = [step for step in reversed(program.steps) if isinstance(step, GatedDelta)]
         self._rules = {name: step for step in recurrent for name in (step.value, step.output)}
@@ -147,7 +156,7 @@ class _Sharding:
             ranges = tuple((size * first, size * last) for first, last in parts[: 1 if step.into else 3])
         elif step.output in self._multiplied:
             inner = rows // (2 if step.gated else 1)
-            begin, end = self._about(inner)
+            begin, end = self._inner[step.output] = self._in_units(inner)
             ranges = tuple((start + begin, start + end) for start in range(0, rows, inner))
         elif step.output in self._projected:
             ranges = self._projected[step.output]
@@ -205,8 +214,8 @@ class _Sharding:
         return step.gates, step.first, self._value_heads(step, parts=step.gate_parts)
 
     def _gates_of_norm(self, step: GatedNorm) -> _Taken:
-        rule = self._rules.get(step.value)
-        return step.gate, step.first, () if rule is None else self._value_heads(rule, rule.sizes[1])
+        rule = self._rules[step.value]
+        return step.gate, step.first, self._value_heads(rule, rule.sizes[1])
 
     def _place(self, value: str, column: int) -> int:
         """Where a column of a projected value stands in what this rank has of it."""
@@ -253,22 +262,33 @@ class _Sharding:
         heads = end - begin, last - first
         return (replace(step, heads=heads, first=self._place(step.gates, step.first), **numbers),)
 
-    def _gated_norm(self, step: GatedNorm) -> Sequence[Step] | None:
-        rule, norm = self._rules.get(step.value), step.norm
-        if rule is None or (step.gates_first and step.heads % self._of):
-            return None
-        if step.gates_first:  # which has weights of all columns
-            norm = replace(norm, weight=self._piece(norm.weight, Cut(0, self._value_heads(rule, rule.sizes[1]))))
+    def _gated_norm(self, step: GatedNorm) -> Sequence[Step]:
+        """Of a norm behind gates ranks have whole parts, or add the squares of their own of a part that they share."""
+        rule, parts, squares = self._rules[step.value], step.heads, f"{step.output}_squares"
         self._split.add(step.output)
-        return (replace(step, first=self._place(step.gate, step.first), heads=step.heads // self._of, norm=norm),)
+        own = replace(step, first=self._place(step.gate, step.first), heads=max(1, parts // self._of))
+        if not step.gates_first:
+            return (own,)
+        whole, cut = step.norm.weight.shape[0], Cut(0, self._value_heads(rule, rule.sizes[1]))  # one of each column
+        own = replace(own, norm=replace(step.norm, weight=self._piece(step.norm.weight, cut)))
+        if parts % self._of == 0:
+            return (own,)
+        place = self._rank * parts // self._of
+        widths = tuple(cut.size if each == place else 0 for each in range(parts))
+        return (
+            SquareSums(f"{squares}_part", step.value, widths, tuple(map(bool, widths)), step.gate, own.first),
+            Reduce(squares, f"{squares}_part"),
+            replace(own, squares=squares, shared=(place, whole // parts)),
+        )
 
     def _linear_residual(self, step: LinearResidual) -> Sequence[Step] | None:
         if step.value not in self._split or step.residual is None:
             return self._whole(step)
         total = f"{step.output}_sum"
         others = step.scale, step.keep, step.selects, step.norm, step.factor
+        own = self._columns(step.linear, self._inner.get(step.value) or self._about(step.linear.weight.shape[1]))
         return (
-            LinearResidual(f"{total}_part", step.value, self._columns(step.linear), None, selects=step.selects),
+            LinearResidual(f"{total}_part", step.value, own, None, selects=step.selects),
             Reduce(total, f"{total}_part"),
             AddResidual(step.output, total, step.residual, *others),
         )
@@ -278,6 +298,8 @@ class _Sharding:
         Layers to and from a width of the experts' own are on every rank, each of which leads back its part of the sum.
         """
         count = step.mixture.experts
+        if count < self._of:
+            raise EngineError(f"the {count} experts of a mixture cannot be shared by {self._of} GPUs: take fewer GPUs")
         first, last = self._about(count)
 
         def own(linear: Linear) -> Linear:
@@ -290,10 +312,10 @@ class _Sharding:
         if shared:
             into, back, *gate = shared
             inner = back.weight.shape[1]
-            begin, end = self._about(inner)
+            begin, end = self._in_units(inner)
             starts = range(0, into.weight.shape[0], inner)  # of gate and up, or of one
             into = self._rows(into, tuple((start + begin, start + end) for start in starts))
-            shared = into, self._columns(back), *gate
+            shared = into, self._columns(back, (begin, end)), *gate
         assert step.residual is not None
         total, gate_up, down = f"{step.output}_sum", own(step.gate_up), own(step.down)
         part = replace(step, output=f"{total}_part", residual=None, keep=None, own=(first, last), shared=shared)
@@ -306,6 +328,12 @@ class _Sharding:
     def _about(self, count: int) -> Range:
         """This rank's of things that need not be shared equally."""
         return count * self._rank // self._of, count * (self._rank + 1) // self._of
+
+    def _in_units(self, columns: int) -> Range:
+        """This rank's of columns, in whole units where each rank gets one."""
+        unit = 1 if columns % self._unit or columns < self._unit * self._of else self._unit
+        begin, end = self._about(columns // unit)
+        return unit * begin, unit * end
 
     def _equal(self, what: str, count: int) -> Range:
         """This rank's of things that are shared equally."""
@@ -331,9 +359,9 @@ class _Sharding:
         cut, bias = Cut(0, ranges), linear.bias
         return replace(linear, weight=self._piece(linear.weight, cut), bias=bias and self._piece(bias, cut))
 
-    def _columns(self, linear: Linear) -> Linear:
-        """Behind what `_about` shares, or heads; rank 0 adds the bias."""
-        weight = self._piece(linear.weight, Cut(1, (self._about(linear.weight.shape[1]),)))
+    def _columns(self, linear: Linear, own: Range) -> Linear:
+        """What multiplies this rank's `own` columns; rank 0 adds the bias."""
+        weight = self._piece(linear.weight, Cut(1, (own,)))
         return replace(linear, weight=weight, bias=None if self._rank else linear.bias)
 
     def _piece(self, spec: WeightSpec, cut: Cut) -> WeightSpec:

@@ -215,17 +215,20 @@ class Normed(Step):
 
 @dataclass(frozen=True)
 class SquareSums(Step):
-    """output [.., `SQUARE_SUMS`] = the sum of the squares of each part of the value's columns, as wide as `widths` say
-    and part after part from the first on; 0 of those that are not `counted`, and behind the last."""
+    """output [.., at least `SQUARE_SUMS`] = the sum of the squares of each part of the value's columns, as wide as
+    `widths` say and part after part from the first on; 0 of those that are not `counted`, and behind the last. Where
+    there is a `gate`, the value is multiplied by silu(its columns from `first` on) before."""
 
     value: str = field(metadata=READS)
     widths: tuple[int, ...]
     counted: tuple[bool, ...]
+    gate: str | None = field(default=None, metadata=READS)
+    first: int = 0
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         from edgellm.kernels.decode.contract import SQUARE_SUMS  # NumPy, which the command line does without
 
-        return {self.output: (rows_like(kinds, self.value, SQUARE_SUMS), residual)}
+        return {self.output: (rows_like(kinds, self.value, max(SQUARE_SUMS, len(self.widths))), residual)}
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
+from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded, one_of
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.limits import EngineShape
 
@@ -57,7 +57,7 @@ class VisionConfig:
     inputs and outputs have bounds; `standardized`, tokens that a bias and a scale of each column are applied to.
     """
 
-    family: str
+    family: str = field(metadata=one_of(VISION_FAMILIES))
     dtype: str
     hidden_size: int
     intermediate_size: int
@@ -68,7 +68,7 @@ class VisionConfig:
     temporal_patch_size: int = field(metadata=bounded(LARGEST_MERGE))
     spatial_merge_size: int = field(metadata=bounded(LARGEST_MERGE))
     out_hidden_size: int
-    activation: str
+    activation: str = field(metadata=one_of(ACTIVATIONS))
     norm_eps: float
     image_token_id: int
     tensor_prefix: str
@@ -84,7 +84,7 @@ class VisionConfig:
     class_token: bool = False
     feature_layers: tuple[int, ...] = ()
     drops_first_row: bool = False
-    projector_activation: str = "gelu"
+    projector_activation: str = field(default="gelu", metadata=one_of(ACTIVATIONS))
     projector_bias: bool = True
     projector_size: int | None = field(default=None, metadata=ADDED_LATER)
     projector_norm: bool = field(default=False, metadata=ADDED_LATER)

@@ -54,6 +54,8 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
     method = str(named).lower()
     method = _OTHER_NAMES.get(method, method)
     made = _METHODS.get(method)
+    if method == "bitsandbytes" and all(values.get(key) is False for key in ("load_in_4bit", "load_in_8bit")):
+        return None  # what was trained with settings that ask for nothing
     if made is None:
         raise CheckpointError(
             f"{place}{key}: by 'quant_method' the weights are quantized with {named!r:.60}, which is not read; read "
@@ -86,4 +88,5 @@ def objects(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 def _dtype(config: dict[str, Any]) -> str:
     """The model's own, in which some packages round weights."""
     named = (values.get(key) for values in objects(config) for key in ("dtype", "torch_dtype"))
-    return next((str(name) for name in named if name in _DTYPES), "bfloat16")
+    names = (str(name).removeprefix("torch.") for name in named)
+    return next((name for name in names if name in _DTYPES), "bfloat16")

@@ -108,8 +108,7 @@ def rows_of(weight: StoredWeight, ranges: Sequence[tuple[int, int]]) -> StoredWe
 def columns_of(weight: StoredWeight, begin: int, end: int) -> StoredWeight:
     """A range of a weight's columns; with a byte for each code. Raises EngineError where groups do not end there, and
     where columns stand in another order than inputs."""
-    group = weight.format.group or 1
-    step = max(group, LEVEL_COLUMNS) if weight.levels is not None else group
+    group, step = weight.format.group or 1, weight.format.unit
     if weight.order is not None:
         raise EngineError("weights whose columns are permuted (act order) are not shared by GPUs along their columns")
     if begin % step or end % step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.digests import hash_file
+from edgellm.engines.formats.staged_directory import is_taken
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
 from edgellm.kernels.atomic_write import write_atomically
@@ -49,11 +49,8 @@ class WorkFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise CheckpointError(f"{self._target} is being quantized by another process: wait for its end") from None
-        try:
+            if is_taken(self._lock):
+                raise CheckpointError(f"{self._target} is being quantized by another process: wait for its end")
             self._begin()
         except BaseException:
             os.close(self._lock)
@@ -89,7 +86,7 @@ class WorkFolder:
         )
 
     def _clear(self) -> None:
-        for path in self.path.iterdir():
+        for path in sorted(self.path.iterdir(), key=lambda path: path.name == _JOB_FILE):  # until then it is ours
             if _OWN_NAMES.fullmatch(path.name):
                 path.unlink()
 

@@ -124,6 +124,7 @@ class BaseEngineRunner(PrefillingRunner):
         #: What decode steps run.
         self.steps = CapturedSteps(backend)
         self._stages: dict[Hashable, Stages] = {}
+        self._prepared: set[int] = set()
         self._decode_shapes: dict[tuple[int, bool], EngineShape] = {}
         self.lengths, self.left = [0] * limits.max_batch, [0] * limits.max_batch
 
@@ -341,7 +342,7 @@ class BaseEngineRunner(PrefillingRunner):
     def _allocate_state(self, start: Array) -> None:
         backend, config, limits = self.backend, self.config, self.limits
         slots, vocab = limits.max_batch, config.vocab_size
-        self._buffers = StepBuffers(backend, config, limits, self.engines)
+        self._buffers = StepBuffers(backend, config, limits, self.engines, slots)
         self._tokens = backend.zeros((slots,), "int32")
         self._emitted = EmittedRings(backend, slots)
         self._logits = backend.zeros((slots, vocab), "float32")
@@ -393,8 +394,7 @@ class BaseEngineRunner(PrefillingRunner):
         engine = self._engine(shape, slots)
         inputs, token_ids = self._step_inputs(shape), self.sequences(slots).token_ids
         prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), token_ids, inputs)
-        parts = getattr(engine, "around_rows", None)
-        return [prepare, *([engine.enqueue] if parts is None else parts())]
+        return [prepare, *engine.around_rows()]
 
     def _choose(self, batch: int, plain: bool, constrained: bool) -> list[Callable[[], None]]:
         """The same of the choice of a token by these logits."""

@@ -42,7 +42,7 @@ class FollowingLogits:
         ]
         self._engines = LoadedEngines(backend, shapes)
         own = replace(limits, max_batch=1, prefill_chunk=self._sizes[-1])
-        self._buffers = StepBuffers(backend, base.config, own, self._engines)
+        self._buffers = StepBuffers(backend, base.config, own, self._engines, 1)
         vocabulary = base.config.vocab_size
         self._logits = backend.zeros((self._sizes[-1] * vocabulary,), "float32")
         self._kept = base.states.kept_inputs(1, self._sizes[-1])

@@ -96,12 +96,25 @@ class PrefillingRunner(AdaptedRunner):
     _media_inputs: MediaInputs
     token_rows: TokenRows
     _arriving: ArrivingRows | None = None
+    #: Sizes of prompts whose launches are prepared.
+    _prepared: set[int]
 
     def fill(self, slot: int, token_ids: np.ndarray) -> int:
         """Write the states of the first tokens [N] of a text, which are checked, to an idle slot; no draft goes along.
         Gives how many of the tokens the last chunk had (0 without any)."""
         self.backend.upload(self.offsets[slot : slot + 1], np.zeros(1, np.int32))
         return [0, *(tokens for _, tokens, _ in self._prompt(slot, token_ids, 0, None, {}))][-1]
+
+    def prepare_prompt(self) -> bool:
+        """Prepare the launches of prompts of a number of tokens, in the first slot, for which the first such prompt
+        would wait; False where all are prepared. No prompt may be under way."""
+        limits, step = self.limits, self.backend.prompt_step or self.limits.prefill_chunk
+        sizes = {*limits.prefill_chunks, *range(3 * step, limits.prefill_chunk, step)} - self._prepared
+        if not self.backend.fixed_shapes or not sizes:
+            return False
+        self._prepared.add(size := min(sizes))
+        self._engine(limits.base_shape("prefill", 1, size, limits.key_ranges[-1]), slice(0, 1)).prepare()
+        return True
 
     def last_hidden_state(self, slot: int, token_ids: Sequence[int]) -> np.ndarray:
         """Float32 [H]: what an embedding model puts out behind the final norm for the last token of a text [N].

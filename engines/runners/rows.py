@@ -58,36 +58,45 @@ class ArrivingRows:
 
 
 class StepBuffers:
-    """Buffers for steps of up to `limits.max_batch` sequences and prefills of up to `limits.prefill_chunk` tokens.
+    """Buffers for steps of some tokens of all sequences together, and prefills of up to `limits.prefill_chunk` tokens.
 
-    `mask` [n] bool is the memory of all masks. A prefill's own inputs are `prefill_ids` [C] int32, the row of its first
-    token `prefill_start` [1] int32, the place of its last one `last_token_ids` [1, 1] int32, `state_tokens` [1] int32,
-    how many there are, and where tokens of images look ahead `last_seen` [C] int32.
+    A prefill's own inputs are `prefill_ids` [C] int32, the row of its first token `prefill_start` [1] int32, the place
+    of its last one `last_token_ids` [1, 1] int32, `state_tokens` [1] int32, how many there are, and where tokens of
+    images look ahead `last_seen` [C] int32.
     """
 
-    def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits, engines: LoadedEngines) -> None:
-        """`engines` are those of the steps."""
+    def __init__(
+        self,
+        backend: Backend,
+        config: DecoderConfig,
+        limits: EngineLimits,
+        engines: LoadedEngines,
+        tokens: int,
+        model: str = "base",
+    ) -> None:
+        """`engines` are those of the steps, of up to so many `tokens`, of the `model` "base" or "draft"."""
         self._backend, self._config, self._engines = backend, config, engines
-        rows = max(limits.max_batch, limits.prefill_chunk)
+        rows, keys = max(tokens, limits.prefill_chunk), limits.key_ranges if model == "base" else limits.tree_key_ranges
         self._feature_size = len(config.feature_layers) * config.hidden_size
         self._features = backend.zeros((rows * self._feature_size,), "compute")
         self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * config.rotary_columns,), "compute")
-        self.mask = backend.zeros((engines.mask_size("base", rows, max(limits.key_ranges)),), "bool")
+        self._mask = backend.zeros((engines.mask_size(model, rows, max(keys)),), "bool")
         self.prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
         self.prefill_start = backend.zeros((1,), "int32")
         self.last_token_ids = backend.zeros((1, 1), "int32")
         self.state_tokens = backend.zeros((1,), "int32")
         self.last_seen = backend.zeros((limits.prefill_chunk if config.image_tokens else 1,), "int32")
 
-    def upload_prompt(self, ids: np.ndarray, start: int, tokens: int, rows: TokenRows) -> Array:
+    def upload_prompt(self, ids: np.ndarray, start: int, tokens: int, rows: TokenRows | None = None) -> Array:
         """The `ids` [n] of a prefill whose first row is `start`, padded to [1, tokens], on the device, with their own
-        `rows`."""
+        `rows`, where they have such."""
         padded = np.full((1, tokens), -1, np.int32)
         padded[0, : len(ids)] = ids
         token_ids = leading(self.prefill_ids, (1, tokens))
         self._backend.upload(token_ids, padded)
-        rows.bring(padded)
+        if rows is not None:
+            rows.bring(padded)
         self._backend.upload(self.prefill_start, np.asarray([start], np.int32))
         return token_ids
 
@@ -99,7 +108,7 @@ class StepBuffers:
         return StepInputs(
             leading(self._embeds, (batch, tokens, config.hidden_size)),
             leading(self._cos_sin, (batch, tokens, config.rotary_columns)),
-            leading(self.mask, (batch, 1, tokens, keys)),
+            leading(self._mask, (batch, 1, tokens, keys)),
             start,
         )
 

@@ -35,7 +35,7 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
     def propose(self, batch: int, plan: DraftPlan, key_range: int) -> Callable[[], None]:
         assert self.config.block is not None
         state, slots, shape = self._base.sequences(slice(0, batch)), slice(0, batch), self._shape(batch, key_range)
-        inputs = self._inputs(shape, state.kvcache_start_index)
+        inputs = self._buffers.inputs(shape, state.kvcache_start_index)
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, slots, inputs, {}))
         block = Block(self.config.block.mask_token_id, not self.config.block.causal)
         prepare = partial(self.backend.draft_tree.prepare_block, block, state.token_ids, self.tables(slots), inputs)

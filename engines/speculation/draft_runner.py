@@ -26,7 +26,7 @@ from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, in_order
 from edgellm.engines.runners.media_inputs import MediaInputs
-from edgellm.engines.runners.rows import bound_inputs
+from edgellm.engines.runners.rows import StepBuffers, bound_inputs
 from edgellm.engines.runners.states import ModelStates
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.drafter import ModelDrafter, Proposal
@@ -85,22 +85,19 @@ class EagleDraftEngineRunner(ModelDrafter):
         count = len(token_ids)
         if not 0 < count <= chunk:
             raise EngineError(f"{count} tokens for a chunk of {chunk}: at least one, and no more, must be given")
-        padded = np.full((1, chunk), -1, np.int32)
-        padded[0, :count] = token_ids
-        ids = leading(self._prefill_ids, (1, chunk))
-        self.backend.upload(ids, padded)
-        self.backend.upload(self._prefill_start, np.asarray([position], np.int32))
-        self.backend.upload(self._prefill_last, np.asarray([[count - 1]], np.int32))
+        buffers = self._buffers
+        ids = buffers.upload_prompt(token_ids, position, chunk)
+        self.backend.upload(buffers.last_token_ids, np.asarray([[count - 1]], np.int32))
         widest = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self.limits.kv_rows, model="draft")
         shape = replace(widest, key_range=self._engines.key_range(widest, position + count))
         one = slice(slot, slot + 1)
         feature_rows = leading(features.reshape(-1), (1, chunk, self.config.feature_size))
         if self.backend.fixed_shapes:
             self._engines.hold(shape)
-        inputs = self._inputs(shape, self._prefill_start)
+        inputs = buffers.inputs(shape, buffers.prefill_start)
 
         def bindings() -> dict[str, Array]:
-            own = {"hidden_states_input": feature_rows, "last_token_ids": self._prefill_last}
+            own = {"hidden_states_input": feature_rows, "last_token_ids": buffers.last_token_ids}
             return self._bindings(shape, one, inputs, own)
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
@@ -114,7 +111,7 @@ class EagleDraftEngineRunner(ModelDrafter):
         slots = slice(0, batch)
         pending = rows_of(self.pending, slots)
         shape = self.accept_shape(batch, tokens, key_range)
-        inputs = self._inputs(shape, pending.start)
+        inputs = self._buffers.inputs(shape, pending.start)
 
         def bindings() -> dict[str, Array]:
             features = leading(pending.features.reshape(-1), (batch, tokens, self.config.feature_size))
@@ -148,7 +145,7 @@ class EagleDraftEngineRunner(ModelDrafter):
         """What feeds the frontier of `level` to the draft, behind the `committed` [B] rows; `logits` are its then."""
         slots, width = slice(0, batch), plan.columns
         shape = self.propose_shape(batch, width, key_range)
-        inputs = self._inputs(shape, self._propose_start[slots])
+        inputs = self._buffers.inputs(shape, self._propose_start[slots])
         fed = leading(self._fed, (batch, width, self.config.hidden_size))
 
         def bindings() -> dict[str, Array]:
@@ -241,41 +238,18 @@ class EagleDraftEngineRunner(ModelDrafter):
     def _allocate_buffers(self) -> None:
         backend, draft, limits = self.backend, self.config, self.limits
         slots, top_k = limits.max_batch, limits.draft_top_k
-        rows = max(slots * max(top_k, limits.accept_tokens, limits.draft_block), limits.prefill_chunk)
-        self._embeds = backend.zeros((rows * draft.hidden_size,), "compute")
-        self._cos_sin = backend.zeros((rows * draft.decoder.rotary_dim,), "compute")
-        mask = self._engines.mask_size("draft", rows, max(limits.tree_key_ranges))
-        self._mask = backend.zeros((mask,), "bool")
-        self._prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
-        self._prefill_start = backend.zeros((1,), "int32")
-        self._prefill_last = backend.zeros((1, 1), "int32")
+        tokens = slots * max(top_k, limits.accept_tokens, limits.draft_block)
+        self._buffers = StepBuffers(backend, draft.decoder, limits, self._engines, tokens, "draft")
         self._propose_start = backend.zeros((slots,), "int32")
         self._hidden = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
         self._fed = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
         self._logits = backend.zeros((slots * max(top_k, limits.draft_block) * draft.draft_vocab_size,), "float32")
         size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k, limits.draft_block)
         self._workspace = backend.zeros((size,), "uint8")
-        self._shape_inputs: dict[EngineShape, StepInputs] = {}
 
     def tables(self, slots: slice) -> ModelTables:
         """What steps of the slots look rows up in."""
         return self._tables._replace(position_offsets=self._tables.position_offsets[slots])
-
-    def _inputs(self, shape: EngineShape, start: Array) -> StepInputs:
-        """The inputs that kernels fill for a shape, as views of buffers that all shapes share; rows begin at
-        `start`."""
-        inputs = self._shape_inputs.get(shape)
-        if inputs is None:
-            batch, tokens, draft = shape.batch, shape.tokens, self.config
-            inputs = StepInputs(
-                leading(self._embeds, (batch, tokens, draft.hidden_size)),
-                leading(self._cos_sin, (batch, tokens, draft.decoder.rotary_dim)),
-                leading(self._mask, (batch, 1, tokens, shape.key_range if self._engines.reads_mask(shape) else 0)),
-                start,
-            )
-            if shape.phase != "prefill":  # prompts come in any length: not worth keeping
-                self._shape_inputs[shape] = inputs
-        return inputs
 
     def _bindings(
         self, shape: EngineShape, slots: slice, inputs: StepInputs, own: dict[str, Array]

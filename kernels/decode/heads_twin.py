@@ -50,8 +50,8 @@ def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
 
 
 def square_sums(parts: Sequence[np.ndarray], counted: Sequence[bool]) -> np.ndarray:
-    """[.., `SQUARE_SUMS`]: the sums of the squares of each of the parts [.., K], 0 where it is not counted."""
-    found = np.zeros((*parts[0].shape[:-1], SQUARE_SUMS), parts[0].dtype)
+    """[.., at least `SQUARE_SUMS`]: the sums of the squares of each of the parts [.., K], 0 where it is not counted."""
+    found = np.zeros((*parts[0].shape[:-1], max(SQUARE_SUMS, len(parts))), parts[0].dtype)
     for place in np.flatnonzero(counted).tolist():
         found[..., place] = np.square(parts[place]).sum(axis=-1)
     return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, padded_columns, slice_steps
+from edgellm.kernels.decode.geometries import NORM_SUMS_BYTES
 from edgellm.kernels.decode.packed_linear import packed_tilings
 from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, packed_tiles
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
@@ -22,8 +23,6 @@ _OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _FINE_BYTES, _EXPERT
     "packed layers of few rows",
     *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "fine_bytes", "experts"),
 )
-#: Of `stage_normalized`, in bytes.
-_NORM_SUMS = 8 * (SLICES + 1) * 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class PackedRows:
         weights = SLICES * self.depth * 2 * self.weight_tiles * block_bytes
         sums = 2 * SLICES * self.at_once * rows * (16 * self.weight_tiles + 4) * 4
         staged = SLICES * slice_steps(columns) * 64
-        return weights + sums + staged * batch + (_NORM_SUMS + staged if normed else 0)
+        return weights + sums + staged * batch + (NORM_SUMS_BYTES + staged if normed else 0)
 
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles."""

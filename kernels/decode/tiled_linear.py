@@ -219,13 +219,11 @@ class CudaTiledKernels:
             kernel = tiles_kernel(name, self.dtype, tiling, layout, bytes_given)
             grid = tiling.grid(batch, layout.rows, self.gpu)
             shared = tiling.shared_bytes(layout.block_bytes, layout.columns)
-            return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
-        tiling = tiling or packed_tilings(batch, layout, self.gpu, adapted)[0]
-        kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given, adapted)
-        grid, shared = (
-            tiling.grid(layout.rows, self.gpu),
-            tiling.shared_bytes(layout.block_bytes, layout.columns, batch, adapted),
-        )
+        else:
+            tiling = tiling or packed_tilings(batch, layout, self.gpu, adapted)[0]
+            kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given, adapted)
+            grid = tiling.grid(layout.rows, self.gpu)
+            shared = tiling.shared_bytes(layout.block_bytes, layout.columns, batch, adapted)
         return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
 
 

@@ -60,6 +60,11 @@ class WeightFormat:
         """Bits of a code."""
         return _BITS[self.codes]
 
+    @property
+    def unit(self) -> int:
+        """Columns that are not parted: those of a scale, or of a factor of `Levels`."""
+        return max(self.group or 1, LEVEL_COLUMNS if self.scaling == "levels" else 1)
+
     def groups(self, columns: int) -> int:
         """Scales of a row of so many columns."""
         return 1 if self.group is None else -(-columns // self.group)

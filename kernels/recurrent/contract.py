@@ -85,6 +85,14 @@ class GroupNorm(NamedTuple):
     groups: int
 
 
+class PartNorm(NamedTuple):
+    """An RMS norm of a rank's columns of a part that has `whole` columns on all ranks together."""
+
+    weight: Annotated[OwnArray, "O compute"]
+    epsilon: float
+    whole: int
+
+
 class GatedHeadNorm(NamedTuple):
     """An RMS norm of each head [E], then times SiLU of the gates from column `first` on."""
 
@@ -224,21 +232,31 @@ def _check_delta(sizes: dict[str, Any], gates: int = 2) -> str | None:
 
 
 def _check_group_norm(sizes: dict[str, Any]) -> str | None:
-    columns, first, groups = sizes["O"], sizes["norm.first"], sizes["norm.groups"]
+    columns, groups = sizes["O"], sizes["norm.groups"]
     if groups < 1 or columns % groups:
         return f"value has {columns} columns; expected a multiple of {groups} groups"
-    if not 0 <= first <= sizes["V"] - columns:
-        return f"gates of {columns} columns from {first} on of {sizes['V']}"
+    return _check_gates(sizes, sizes["norm.first"])
+
+
+def _check_gates(sizes: dict[str, Any], first: int) -> str | None:
+    if not 0 <= first <= sizes["V"] - sizes["O"]:
+        return f"gates of {sizes['O']} columns from {first} on of {sizes['V']}"
     return _check_rows(sizes)
+
+
+def _check_gated_part(sizes: dict[str, Any]) -> str | None:
+    columns, place, whole = sizes["O"], sizes["place"], sizes.get("norm.whole")
+    if not 0 <= place < sizes["S"]:
+        return f"a sum of squares at {place} of {sizes['S']}"
+    if ("output" in sizes) != (whole is not None) or (whole or columns) < columns:
+        return f"a norm of {whole} columns; expected at least the {columns} of the value, and an output"
+    return _check_gates(sizes, sizes["first"])
 
 
 def _check_gated_norm(sizes: dict[str, Any]) -> str | None:
-    columns, first = sizes["O"], sizes["norm.first"]
-    if columns % sizes["E"]:
-        return f"value has {columns} columns; expected those of heads of {sizes['E']}"
-    if not 0 <= first <= sizes["V"] - columns:
-        return f"gates of {columns} columns from {first} on of {sizes['V']}"
-    return _check_rows(sizes)
+    if sizes["O"] % sizes["E"]:
+        return f"value has {sizes['O']} columns; expected those of heads of {sizes['E']}"
+    return _check_gates(sizes, sizes["norm.first"])
 
 
 def _check_heads(sizes: dict[str, Any]) -> str | None:
@@ -328,6 +346,21 @@ class RecurrentArrays(Protocol):
     ) -> Launchable:
         """`output`: `value` times SiLU of its gate, each group divided by the root of the mean of its squares +
         epsilon, times weight."""
+
+    @limited(_check_gated_part)
+    def gated_part(
+        self,
+        value: Annotated[OwnArray, "BTO float32"],
+        gate: Annotated[OwnArray, "BTV mixed"],
+        first: int,
+        place: int,
+        norm: PartNorm | None,
+        squares: Annotated[OwnArray, "BTS float32"],
+        output: Annotated[OwnArray, "BTO compute"] | None,
+    ) -> Launchable:
+        """Without a norm, `squares`: at a `place` the sum of the squares of `value` times SiLU of its gate (from column
+        `first` on), 0 at others. With one, `output`: `value` times SiLU of its gate, divided by the root of the mean of
+        the squares of a whole part, whose sum `squares` have at the place, + epsilon, times weight."""
 
     @limited(_check_gated_norm)
     def gated_norm(

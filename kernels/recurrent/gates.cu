@@ -41,8 +41,49 @@ __global__ void __launch_bounds__(THREADS) gated_norm(const __grid_constant__ Ga
     }
 }
 
-// Grid: groups, tokens, sequences. A thread has four neighbours of every 4 * WIDE elements; their sum is that of `ordered_sum`
-// with so many lanes.
+// Of a row's `size` columns, times SiLU of their gates, four neighbours of every 4 * WIDE that a thread has.
+template <class Gate>
+__device__ __forceinline__ void load_gated(const float* values, const char* gate, size_t gates, unsigned size,
+                                           float4 (&own)[WIDE_PARTS]) {
+#pragma unroll
+    for (int part = 0; part < WIDE_PARTS; ++part) {
+        const unsigned element = 4 * (part * WIDE + threadIdx.x);
+        own[part] = make_float4(0, 0, 0, 0);
+        if (element >= size) continue;
+        own[part] = __ldcg(reinterpret_cast<const float4*>(values + element));
+        own[part].x *= portable_silu(loaded<Gate>(gate, gates + element));
+        own[part].y *= portable_silu(loaded<Gate>(gate, gates + element + 1));
+        own[part].z *= portable_silu(loaded<Gate>(gate, gates + element + 2));
+        own[part].w *= portable_silu(loaded<Gate>(gate, gates + element + 3));
+    }
+}
+
+// The sum of the squares of what all threads have, to each of them: that of `ordered_sum` with so many lanes.
+__device__ __forceinline__ float sum_of_squares(const float4 (&own)[WIDE_PARTS], float* sums) {
+    sums[threadIdx.x] = share(own, own);
+    for (unsigned half = WIDE / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    __syncthreads();
+    return sums[0];
+}
+
+template <class Compute>
+__device__ __forceinline__ void store_normed(const float4 (&own)[WIDE_PARTS], float factor, const Compute* weights,
+                                             unsigned size, Compute* output) {
+#pragma unroll
+    for (int part = 0; part < WIDE_PARTS; ++part) {
+        const unsigned element = 4 * (part * WIDE + threadIdx.x);
+        if (element >= size) continue;
+        output[element] = rounded<Compute>(own[part].x * factor * to_float(__ldg(weights + element)));
+        output[element + 1] = rounded<Compute>(own[part].y * factor * to_float(__ldg(weights + element + 1)));
+        output[element + 2] = rounded<Compute>(own[part].z * factor * to_float(__ldg(weights + element + 2)));
+        output[element + 3] = rounded<Compute>(own[part].w * factor * to_float(__ldg(weights + element + 3)));
+    }
+}
+
+// Grid: groups, tokens, sequences.
 template <class Gate, class Compute>
 __global__ void __launch_bounds__(WIDE) gated_group_norm(const __grid_constant__ GatedGroupNormArguments a) {
     __shared__ float sums[WIDE];
@@ -53,35 +94,38 @@ __global__ void __launch_bounds__(WIDE) gated_group_norm(const __grid_constant__
     float4 own[WIDE_PARTS];
     launch_next_kernel();
     wait_for_previous_kernel();
-#pragma unroll
-    for (int part = 0; part < WIDE_PARTS; ++part) {
-        const unsigned element = 4 * (part * WIDE + threadIdx.x);
-        own[part] = make_float4(0, 0, 0, 0);
-        if (element >= size) continue;
-        own[part] = __ldcg(reinterpret_cast<const float4*>(values + element));
-        own[part].x *= portable_silu(loaded<Gate>(a.gate, gates + element));
-        own[part].y *= portable_silu(loaded<Gate>(a.gate, gates + element + 1));
-        own[part].z *= portable_silu(loaded<Gate>(a.gate, gates + element + 2));
-        own[part].w *= portable_silu(loaded<Gate>(a.gate, gates + element + 3));
-    }
-    sums[threadIdx.x] = share(own, own);
-    for (unsigned half = WIDE / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    }
-    __syncthreads();
-    const float factor = reciprocal_root(__fdiv_rn(sums[0], float(size)) + float(a.norm.epsilon));
+    load_gated<Gate>(values, a.gate, gates, size, own);
+    const float mean = __fdiv_rn(sum_of_squares(own, sums), float(size));
     const Compute* weights = reinterpret_cast<const Compute*>(a.norm.weight) + begin;
     Compute* output = reinterpret_cast<Compute*>(a.output) + row * a.O + begin;
-#pragma unroll
-    for (int part = 0; part < WIDE_PARTS; ++part) {
-        const unsigned element = 4 * (part * WIDE + threadIdx.x);
-        if (element >= size) continue;
-        output[element] = rounded<Compute>(own[part].x * factor * to_float(__ldg(weights + element)));
-        output[element + 1] = rounded<Compute>(own[part].y * factor * to_float(__ldg(weights + element + 1)));
-        output[element + 2] = rounded<Compute>(own[part].z * factor * to_float(__ldg(weights + element + 2)));
-        output[element + 3] = rounded<Compute>(own[part].w * factor * to_float(__ldg(weights + element + 3)));
-    }
+    store_normed(own, reciprocal_root(mean + float(a.norm.epsilon)), weights, size, output);
+}
+
+// Grid: 1, tokens, sequences. The sum of a rank's own of a part that ranks share; zeros at the places of other parts.
+template <class Gate>
+__global__ void __launch_bounds__(WIDE) gated_squares(const __grid_constant__ GatedPartArguments a) {
+    __shared__ float sums[WIDE];
+    const size_t row = size_t(blockIdx.z) * a.T + blockIdx.y;
+    float4 own[WIDE_PARTS];
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    load_gated<Gate>(a.value + row * a.O, a.gate, row * a.V + a.first, a.O, own);
+    const float total = sum_of_squares(own, sums);
+    if (threadIdx.x < a.S) a.squares[row * a.S + threadIdx.x] = int(threadIdx.x) == a.place ? total : 0.f;
+}
+
+// Grid: 1, tokens, sequences. A rank's columns are normed by the squares of all.
+template <class Gate, class Compute>
+__global__ void __launch_bounds__(WIDE) gated_part_norm(const __grid_constant__ GatedPartArguments a) {
+    const size_t row = size_t(blockIdx.z) * a.T + blockIdx.y;
+    float4 own[WIDE_PARTS];
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    load_gated<Gate>(a.value + row * a.O, a.gate, row * a.V + a.first, a.O, own);
+    const float mean = __fdiv_rn(__ldcg(a.squares + row * a.S + a.place), float(a.norm.whole));
+    const Compute* weights = reinterpret_cast<const Compute*>(a.norm.weight);
+    Compute* output = reinterpret_cast<Compute*>(a.output) + row * a.O;
+    store_normed(own, reciprocal_root(mean + float(a.norm.epsilon)), weights, a.O, output);
 }
 
 // Grid: blocks of columns, tokens, sequences.

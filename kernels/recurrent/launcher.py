@@ -174,6 +174,13 @@ class CudaRecurrent(Launcher):
         kernel = gates_kernel("gated_group_norm", gate.dtype, output.dtype)
         return Launch(self._module, kernel, (norm.groups, sizes["T"], sizes["B"]), _WIDE_THREADS, 0, (packed,))
 
+    def gated_part(self, value, gate, first, place, norm, squares, output):
+        sizes, packed = self._packed("gated_part", value, gate, first, place, norm, squares, output)
+        if (refusal := contract.group_refusal(sizes["O"])) is not None:
+            raise KernelError(f"gated_part: {refusal}")
+        kind = ("gated_squares", gate.dtype) if output is None else ("gated_part_norm", gate.dtype, output.dtype)
+        return Launch(self._module, gates_kernel(*kind), (1, sizes["T"], sizes["B"]), _WIDE_THREADS, 0, (packed,))
+
     def separate_gates(self, value, heads, qkv):
         sizes, packed = self._packed("separate_gates", value, heads, qkv)
         return self._by_columns(gates_kernel("separate_gates", value.dtype), sizes, "Q", packed)

@@ -46,9 +46,19 @@ class NumpyRecurrent:
         store_rounded(gated_head_norm(value, gate, norm), output)
 
     @checked_launch(_check)
+    def gated_part(self, value, gate, first, place, norm, squares, output):
+        own = _gated(value, gate, first)
+        if norm is None:
+            squares[...] = 0
+            squares[..., place] = ordered_sum(own, own, _THREADS)
+            return
+        mean = squares[..., place] / np.float32(norm.whole)
+        normed = own * (np.float32(1) / np.sqrt(mean + np.float32(norm.epsilon)))[..., None]
+        store_rounded(normed * float32_of(norm.weight), output)
+
+    @checked_launch(_check)
     def gated_group_norm(self, value, gate, norm, output):
-        gates = float32_of(gate[..., norm.first : norm.first + value.shape[-1]])
-        parts = (value * silu(gates)).reshape(*value.shape[:-1], norm.groups, -1)
+        parts = _gated(value, gate, norm.first).reshape(*value.shape[:-1], norm.groups, -1)
         mean = ordered_sum(parts, parts, _THREADS) / np.float32(parts.shape[-1])
         normed = parts * (np.float32(1) / np.sqrt(mean + np.float32(norm.epsilon)))[..., None]
         store_rounded(normed.reshape(value.shape) * float32_of(norm.weight), output)
@@ -202,14 +212,18 @@ def delta_walk(
     return results
 
 
+def _gated(value: np.ndarray, gate: np.ndarray, first: int) -> np.ndarray:
+    """A value times SiLU of its gates, which stand from column `first` on."""
+    return value * silu(float32_of(gate[..., first : first + value.shape[-1]]))
+
+
 def gated_head_norm(value: np.ndarray, gate: np.ndarray, norm: contract.GatedHeadNorm) -> np.ndarray:
     """See `gated_norm`: float32 of the shape of `value`."""
-    size, first = len(norm.weight), norm.first
+    size = len(norm.weight)
     heads = value.reshape(*value.shape[:-1], -1, size)
     mean = ordered_sum(heads, heads) / np.float32(size)
     normed = heads * (np.float32(1) / np.sqrt(mean + np.float32(norm.epsilon)))[..., None] * float32_of(norm.weight)
-    gates = float32_of(gate[..., first : first + value.shape[-1]]).reshape(heads.shape)
-    return (normed * silu(gates)).reshape(value.shape)
+    return _gated(normed.reshape(value.shape), gate, norm.first)
 
 
 def ordered_sum(x: np.ndarray, y: np.ndarray, lanes: int = _LANES) -> np.ndarray:

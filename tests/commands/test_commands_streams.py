@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +18,11 @@ from edgellm.__main__ import main
 from edgellm.commands.app import run
 from edgellm.commands.chat_input import user_history_file
 from edgellm.commands.settings import load_settings
+from edgellm.engines.formats.staged_directory import StagedDirectory
+from edgellm.engines.quantizer.work_folder import WorkFolder
+from edgellm.hub.directories import locked
 from edgellm.kernels.user_paths import user_cache_directory
+from edgellm.snapshots.staging import StagedFile
 
 GENERATE = "generate hello --max-tokens 4 --backend numpy --model"
 
@@ -30,6 +37,20 @@ def test_closed_streams(tiny_engines: Path, redirected: str) -> None:
     finished = shell(tiny_engines, redirected)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert bool(finished.stdout) is (">&-" not in redirected.replace("2>&-", ""))
+
+
+@pytest.mark.parametrize("command", [f"{GENERATE} {{}}", "build {} {}/new"])
+def test_no_further_thread_is_said_in_one_line(
+    tiny_engines: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(SystemExit) as left:
+        run(command.format(tiny_engines, tiny_engines).split())
+    assert left.value.code == 1
+    assert "error: no further thread can be started: allow more tasks" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -141,3 +162,21 @@ def test_homes_are_found_where_no_shell_does_it(
     with pytest.raises(SystemExit):
         run(["generate", "hi", "--lora", "a=~/adapter", "--adapter", "a"])
     assert f"{tmp_path}/adapter" in capsys.readouterr().err
+
+
+def test_a_file_system_without_locks_keeps_nobody_from_working(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network: who works there at the same time is not known, and nobody's files are taken for abandoned."""
+
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for _ in range(2):
+        with locked(tmp_path / "models"), WorkFolder(tmp_path / "quantized", {"version": 2}, False) as work:
+            assert work.path.is_dir()
+        with StagedDirectory(tmp_path / "engines") as first, StagedDirectory(tmp_path / "engines") as second:
+            assert first.path.is_dir() and second.path.is_dir()
+        with StagedFile(tmp_path / "snapshot") as one, StagedFile(tmp_path / "snapshot") as other:
+            assert one.path.is_file() and other.path.is_file()
+            one.commit()
+    assert {path.name for path in tmp_path.iterdir()} == {"models", "snapshot", ".quantized.quantizing"}

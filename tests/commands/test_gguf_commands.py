@@ -31,10 +31,12 @@ PROMPTS = ("The red cup is on the table.", "one two three 123", "¿Qué? 日本"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
-def _file(checkpoint: Path, target: Path, sampling: dict[str, float] | None = None, **more: Any) -> Path:
+def _file(
+    checkpoint: Path, target: Path, sampling: dict[str, float] | None = None, suppressed: Any = None, **more: Any
+) -> Path:
     """The checkpoint as a GGUF file, with its tokenizer."""
     keys = byte_pairs(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), "gpt-2")
-    keys |= {"bos_token_id": 0, "eos_token_id": 1}
+    keys |= {"bos_token_id": 0, "eos_token_id": 1, "suppress_tokens": suppressed}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     metadata |= {f"general.sampling.{key}": value for key, value in (sampling or {}).items()}
     return write_model(checkpoint, target, metadata | {"tokenizer.chat_template": TEMPLATE}, **more)
@@ -161,6 +163,15 @@ def test_errors_name_the_file(edgellm: Edgellm, checkpoint: Path, file: Path, tm
         EngineDirectory.open(tmp_path)
     with checkpoint_folder(checkpoint) as folder:
         assert folder == checkpoint
+    mixture = _file(checkpoint, tmp_path / "mixture.gguf")
+    whole = GgufFile(mixture)
+    metadata = {key: each.read() if isinstance(each, Texts) else each for key, each in whole.metadata.items()}
+    tensors = {
+        name: Tensor(info.dtype, info.shape, whole.bytes_of(info).tobytes()) for name, info in whole.tensors.items()
+    }
+    write_gguf(mixture, metadata | {f"{metadata['general.architecture']}.expert_count": 8}, tensors)
+    code, _, err = edgellm("build", mixture, tmp_path / "second")
+    assert code == 1 and f"{mixture}, as config.json (" in err and "is 8 (mixture of experts)" in err
 
 
 def test_a_published_tokenizer_stands_for_the_files_own(
@@ -181,8 +192,11 @@ def test_a_published_tokenizer_stands_for_the_files_own(
     assert code == 1 and "is no GGUF file" in err
 
 
-def test_the_sampling_that_a_file_recommends(checkpoint: Path, tmp_path: Path) -> None:
-    file = _file(checkpoint, tmp_path / "tiny.gguf", sampling={"temp": 0.5, "top_k": 20, "top_p": 0.25})
+def test_the_sampling_that_a_file_recommends(checkpoint: Path, file: Path, tmp_path: Path) -> None:
+    usual = _answers(file)[0]
+    sampling = {"temp": 0.5, "top_k": 20, "top_p": 0.25}
+    file = _file(checkpoint, tmp_path / "recommending.gguf", sampling, suppressed=[usual[0], usual[-1]])
+    assert {usual[0], usual[-1]}.isdisjoint(_answers(file)[0])
     with LLM(file, backend="numpy") as llm:
         found = llm.default_params
         assert (found.temperature, found.top_k, found.top_p) == (0.5, 20, 0.25)

@@ -124,6 +124,8 @@ RECURRENT["state_spaces"] = replace(
     delta_heads=(2, 4, 24, 16),
     nope_layers=(1,),
 )
+#: As Granite 4's published hybrids are: a norm of all heads, which ranks share.
+RECURRENT["spaces_of_one_group"] = replace(RECURRENT["state_spaces"], delta_heads=(1, 4, 24, 16))
 #: Layers of one part each, of which the last does not mix tokens; MLPs without gates.
 RECURRENT["lone_parts"] = replace(
     RECURRENT["state_spaces"],

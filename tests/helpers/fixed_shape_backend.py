@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -177,7 +178,7 @@ class FixedShapeSignal:
         self._given = False
 
 
-class FixedShapeEngine:
+class FixedShapeEngine(Engine):
     """An engine of one shape; unknown and missing bindings are errors, as they are for TensorRT's."""
 
     reads_attention_mask = True

@@ -100,14 +100,10 @@ class RoundedOperations(NumpyOperations):
         return self._round(np.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1))
 
     def attention(
-        self,
-        query: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        mask: np.ndarray | None,
-        scoring: Scoring[np.ndarray],
+        self, query: np.ndarray, caches: Sequence[np.ndarray], mask: np.ndarray | None, scoring: Scoring[np.ndarray]
     ) -> np.ndarray:
         assert not scoring.cap
+        keys, values = caches
         mask = np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask
         batch, heads, tokens, size = query.shape
         kv_heads = keys.shape[1]

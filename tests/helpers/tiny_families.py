@@ -281,6 +281,8 @@ MIXTURES["granite4_moe"] = RECURRENT["granite4_hybrid"] | {
     "intermediate_size": 32,
     "shared_intermediate_size": 64,
 }
+#: As Granite 4's hybrids are published: a norm of all heads, which ranks share.
+ONE_GROUP = {"granite4_one_group": MIXTURES["granite4_moe"] | {"mamba_n_groups": 1}}
 MIXTURES["nemotron_h_moe"] = RECURRENT["nemotron_h"] | {
     "hybrid_override_pattern": "ME*E",
     "moe_intermediate_size": 32,

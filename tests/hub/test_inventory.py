@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from command_line import Edgellm
 from hub_server import HubServer
 
+from edgellm.engines.directories.description import DESCRIPTION_NAME
 from edgellm.hub.directories import checkpoint_of, local_directory
+from edgellm.hub.inventory import built_directories, remember_built
 
 NAME = "robots/tiny"
 
@@ -56,6 +59,17 @@ def test_what_is_there_is_listed(edgellm: Edgellm, hub: HubServer, tiny_checkpoi
     assert ("built", "own") not in {(each["kind"], each["name"]) for each in listed(edgellm)}
 
 
+def test_builds_at_the_same_time_do_not_forget_each_other(hub: HubServer, tmp_path: Path) -> None:
+    """What one links to would be removed with the name that it was downloaded for."""
+    paths = [tmp_path / f"robot-{number}" for number in range(12)]
+    for path in paths:
+        path.mkdir()
+        (path / DESCRIPTION_NAME).touch()
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(remember_built, paths))
+    assert {*built_directories()} == {*paths}
+
+
 def test_remove_leaves_nothing_of_its_own(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
     repository = hub.repository(NAME)
     repository.commit_folder(tiny_checkpoint)
@@ -75,6 +89,32 @@ def test_remove_leaves_nothing_of_its_own(edgellm: Edgellm, hub: HubServer, tiny
     code, _, err = edgellm("remove", NAME)
     assert code == 1 and f"there is nothing of {NAME}: expected one of robots/other:x.gguf" in err
     assert local_directory(NAME).is_dir()  # it can be had again
+
+
+def test_what_killed_downloads_left_is_removed(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
+    hub.repository(NAME).commit_folder(tiny_checkpoint)
+    directory = local_directory(NAME)
+    blob = (directory / "model.safetensors").resolve()
+    for name in (f"{blob.name}.incomplete", f"{blob.name}.1234abcd.incomplete", "1234.incomplete"):
+        (blob.parent / name).write_bytes(b"half of it")
+    assert edgellm("remove", NAME)[0] == 0
+    assert [path.name for path in blob.parent.iterdir()] == ["1234.incomplete"]  # of somebody else
+
+
+def test_a_cache_named_from_here_is_found_from_elsewhere(
+    edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    hub.repository(NAME).commit_folder(tiny_checkpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "beside")  # as HF_HUB_CACHE=beside
+    local_directory(NAME)
+    asked = len(hub.requests)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert local_directory(NAME).is_dir() and len(hub.requests) == asked
+    assert edgellm("remove", NAME)[0] == 0
+    assert not list((tmp_path / "beside").rglob("*tiny*"))
 
 
 def test_remove_leaves_what_it_did_not_make(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:

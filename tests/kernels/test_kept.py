@@ -22,7 +22,6 @@ from edgellm.kernels.kept import (
     Manifest,
     architecture_of,
     folder_name,
-    manifest_of,
     read_cubin,
     read_manifest,
     write_cubin,
@@ -61,7 +60,7 @@ def write(
         write_cubin(folder, each, architecture, CompiledModule(code + each.name.encode(), {"f<1>": "_f1"}, release))
         for each in sources
     ]
-    manifest = manifest_of(architecture, release, (8, 4), "0.1.0", modules)
+    manifest = Manifest(architecture, release, (4, 8), "0.1.0", tuple(modules))
     (folder / MANIFEST_NAME).write_bytes(manifest.data())
     return folder
 
@@ -75,7 +74,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    folder = write(tmp_path, [source(), source("other")])
+    folder = write(tmp_path, [source("other"), source()])
     manifest = read_manifest(folder)
     assert manifest.data() == (folder / MANIFEST_NAME).read_bytes()
     assert (manifest.architecture, manifest.release, manifest.multiprocessors) == ("sm_87", (13, 0), (4, 8))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_families import MIXTURES, RECURRENT
+from tiny_families import MIXTURES, ONE_GROUP, RECURRENT
 
-from edgellm import LLM, DraftingConfig, SamplingParams
+from edgellm import LLM, DraftingConfig, Request, SamplingParams
 from edgellm.device.proof import compared_tokens
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
@@ -63,13 +63,14 @@ def test_tokens_are_those_of_one_and_the_same_drafted_plain_and_again(one: LLM, 
 
 
 @pytest.mark.parametrize(
-    "name", ["granite4_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmoe", "qwen3_5", "lfm2_moe"))]
+    "name",
+    ["granite4_one_group", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmoe", "qwen3_5", "lfm2_moe"))],
 )
 def test_experts_and_recurrent_layers_are_those_of_one_drafted_and_plain(
     name: str, make_checkpoint: Callable[..., Path], tiny_draft: Path, tmp_path: Path
 ) -> None:
     """With norms of all heads, too; states are committed by what was accepted."""
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", **(MIXTURES | RECURRENT)[name])
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **(MIXTURES | RECURRENT | ONE_GROUP)[name])
     limits = EngineLimits(2, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
     build_engine_directory(checkpoint, tmp_path / "engines", limits, [], draft=tiny_draft)
     found, tree = [], DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12)
@@ -115,8 +116,6 @@ def test_a_snapshot_lies_as_that_of_one_and_records_how_many_made_it(
 
 def test_prompts_are_handed_out_whole(one: LLM, two: LLM) -> None:
     """Keys and values of all heads, whichever rank wrote them."""
-    from edgellm import Request
-
     shared = []
     for llm in (one, two):
         with llm.prefill(Request(PROMPTS[0]), [0, 7]) as states:
@@ -124,6 +123,19 @@ def test_prompts_are_handed_out_whole(one: LLM, two: LLM) -> None:
     for mine, theirs in zip(*shared, strict=True):
         assert mine.shape[1] == 2 and np.abs(theirs).max(axis=(0, 2, 3)).min() > 0
         np.testing.assert_allclose(mine, theirs, atol=1e-3)
+
+
+def test_hidden_states_are_those_of_one(tiny_engines: Path) -> None:
+    """Of a prompt in several chunks."""
+    found = []
+    for gpus in (1, 2, 4):
+        opened = LLM(tiny_engines, backend="numpy", gpus=gpus, hidden_layers=[3, 1])
+        with opened as llm, llm.prefill(Request(PROMPTS[0]), [], hidden_states=True) as states:
+            found.append([np.from_dlpack(each).copy() for each in states.hidden_states])
+    for one, two, four in zip(*found, strict=True):
+        assert np.abs(one).max() > 1
+        np.testing.assert_allclose(two, one, atol=1e-4)
+        np.testing.assert_allclose(four, one, atol=1e-4)
 
 
 @pytest.mark.parametrize("wrong", [0, 65, True, "2", 2.0])

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from every_kind import DRAFTINGS
 from packed_checkpoints import write_packed
-from tiny_families import FAMILIES, MIXTURES, RECURRENT, TOLERANCES, WINDOWED
+from tiny_families import FAMILIES, MIXTURES, ONE_GROUP, RECURRENT, TOLERANCES, WINDOWED
 
 from edgellm import LLM, EngineError, Request, SamplingParams
 from edgellm.device.proof import compared_tokens
@@ -21,10 +22,12 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
+from edgellm.errors import DeviceLostError
 from edgellm.kernels.gpu import visible_gpus
 from edgellm.opened_model import SHIPPED_MODEL
 from tests.serving import test_gpus
 from tests.serving.test_gpus import DRAWN, GREEDY, TREE
+from tests.serving.test_prefill import host_values
 
 pytestmark = pytest.mark.gpu
 
@@ -129,22 +132,45 @@ def test_keys_and_values_of_several_gpus_are_not_handed_out(two: LLM) -> None:
         pass
 
 
+def test_hidden_states_are_handed_out_by_the_first(places: None) -> None:
+    question, layers = Request(PROMPTS[0]), [2, 4]  # which the shipped draft takes
+    with LLM(backend="numpy", hidden_layers=layers) as twin, twin.prefill(question, [], hidden_states=True) as states:
+        expected = [np.from_dlpack(each).copy() for each in states.hidden_states]
+    opened = LLM(backend="tensorrt", gpus=2, hidden_layers=layers)
+    with opened as llm, llm.prefill(question, [], hidden_states=True) as states:
+        rows = states.hidden_states
+        found = [llm.call(lambda runtime, each=each: host_values(each)).result() for each in rows]
+        del rows
+    for values, wanted in zip(found, expected, strict=True):
+        assert np.abs(values - wanted).max() < 0.03 * np.abs(wanted).max()
+
+
 def test_a_rank_that_dies_ends_the_model_with_its_name(places: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ranks, "RankMemory", partial(RankMemory, wait_seconds=0.5))
     with LLM(backend="tensorrt", gpus=2, drafting=None) as llm:
         run = RankStreams._run
         monkeypatch.setattr(RankStreams, "_run", lambda streams, launches: run(streams, [launches[0], []]))
-        with pytest.raises(EngineError, match=r"rank 1 of 2 \(GPU \d\) has failed: rank 0 waited 0.5 s for what"):
+        with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(GPU \d\) has failed: rank 0 waited 0.5 s for what"):
             llm.generate("The red cup", max_tokens=4)
         monkeypatch.setattr(RankStreams, "_run", run)
-        with pytest.raises(EngineError, match=r"rank 1 of 2 \(GPU \d\) has failed"):
+        with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(GPU \d\) has failed"):
             llm.generate("The blue cup", max_tokens=4)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("olmoe", "qwen3_moe", "olmo2", "llama_biases", "lfm2_biases", "qwen3_5", "granite4_moe", "nemotron_h_latent"),
+        *(
+            "olmoe",
+            "qwen3_moe",
+            "olmo2",
+            "llama_biases",
+            "lfm2_biases",
+            "qwen3_5",
+            "granite4_moe",
+            "granite4_one_group",
+            "nemotron_h_latent",
+        ),
         "gemma4",
     ],
 )
@@ -153,7 +179,7 @@ def test_experts_states_and_norms_of_all_heads_are_shared(
 ) -> None:
     """Tokens of one GPU up to near ties; drafted as plain, and the same again."""
     latent = {"nemotron_h_latent": MIXTURES["nemotron_h_moe"] | {"moe_latent_size": 32}}
-    family = (WINDOWED | MIXTURES | FAMILIES | RECURRENT | latent)[name] | {"max_position_embeddings": 1024}
+    family = (WINDOWED | MIXTURES | FAMILIES | RECURRENT | ONE_GROUP | latent)[name] | {"max_position_embeddings": 1024}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **family)
     dtype = "bfloat16" if name == "gemma4" else "float16"  # whose values go beyond
     build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(2, 128, 1024), None, dtype)

@@ -13,15 +13,20 @@ import pytest
 from absent_serving import ServingOnNothing, ranks_on_nothing
 from every_kind import ALL_PARAMS, DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
 from packed_checkpoints import write_packed
+from speech_models import CHECKPOINTS
+from synthetic_sound import RATE, sound
 from tiny_families import MIXTURES, RECURRENT, WINDOWED
 
 from edgellm import LLM, SpecDecodeRuntime
+from edgellm.engines.backends.encoder_engine import EncoderEngine
+from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.media_inputs import MediaRows
 from edgellm.kernels.made import CAPTURED
 from edgellm.opened_model import SHIPPED_MODEL
+from edgellm.transcription import transcription_request
 
 
 @pytest.fixture
@@ -53,7 +58,8 @@ def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callab
             pass
         before, captured = set(backend.module.sources), backend.made.counts[CAPTURED]
         assert captured > 5 and not runtime._runner.uncaptured
-        assert not runtime.idle(), "all of one sequence at a time is captured when the model is opened"
+        while runtime.idle():  # prompts are prepared, but all of one sequence at a time is captured by now
+            pass
         answer_all(runtime, batch)
         assert set(backend.module.sources) == before
         assert backend.made.counts[CAPTURED] == captured
@@ -106,6 +112,29 @@ def test_gpus_that_share_a_model_make_nothing_later(
         llm.cache_system_prompt("You are a robot at a table. " * 4, save=tmp_path / "kept")
         llm.load_snapshot(tmp_path / "kept")
         assert [set(each.module.sources) for each in (backend, *backend.others)] == before
+
+
+@pytest.mark.parametrize("name", ["qwen3_asr", "gemma4", "voxtral", "qwen2_audio"])
+def test_nothing_is_made_for_a_sound_after_opening(
+    name: str, on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Windows are encoded in one captured launch, and prompts of every size are prepared while nobody waits."""
+    made, dtype = on_nothing(1), "bfloat16" if name == "gemma4" else "float16"
+    limits = {"max_batch": 1, "prefill_chunk": 320, "kv_capacity": 512}
+    build_engine_directory(CHECKPOINTS[name], tmp_path / "engines", limits, [], dtype)
+    with SpecDecodeRuntime(tmp_path / "engines", drafting=None) as runtime:
+        (backend,) = made
+        while runtime.idle():
+            pass
+        prompts = [each for each in backend._engines if each.shape.phase == "prefill"]
+        assert {each.shape.tokens for each in prompts} >= {16, 128, 192, 256, 320}
+        before = len(backend._engines), set(backend.module.sources), backend.made.counts[CAPTURED]
+        monkeypatch.setattr(KernelEngine, "_prepare", None)  # launches
+        monkeypatch.setattr(EncoderEngine, "_launch", None)
+        for seconds in (0.5, 2.5, 9.0):
+            request = transcription_request(name, (sound(seconds), RATE), params=PARAMS)
+            assert len(runtime.handle_request(request).token_ids) == 20
+        assert (len(backend._engines), set(backend.module.sources), backend.made.counts[CAPTURED]) == before
 
 
 def test_rows_that_the_host_brings_are_no_part_of_captures(

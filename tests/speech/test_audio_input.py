@@ -14,13 +14,13 @@ from speech_models import expected_speech
 from synthetic_sound import RATE, SECONDS, SPARSE, sound, wav
 
 from edgellm.errors import AudioError
-from edgellm.multimodal.audio_input import read_audio, resampled
+from edgellm.multimodal.audio_input import heard, resampled
 
 SAMPLES = sound(0.4)
 
 
 def read(source: Any, rate: int = RATE, most: float = 60.0) -> np.ndarray:
-    return read_audio(source, rate, most)
+    return resampled(*heard(source, most), rate)
 
 
 def riff(tag: int, bits: int, data: bytes, extensible: bool = False, says: int | None = None) -> bytes:

@@ -36,7 +36,6 @@ from edgellm.errors import AudioError, EdgeLLMError, EngineDirectoryError, Media
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.media.audio import AudioEncoder
 from edgellm.metrics import Metrics
-from edgellm.multimodal.log_mel import log_mel
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
 
@@ -104,8 +103,7 @@ def test_all_is_as_transformers_has_it(name: str, request: pytest.FixtureRequest
         sounds = runtime._media.by_name["audio"]
         pieces = [sounds.prepare(MediaReference(each, False, "RGB", "sound", "audio")) for each in HEARD[name]]
         for index, piece in enumerate(pieces):
-            features = log_mel(HEARD[name][index][0], sounds.opened().mel)
-            np.testing.assert_array_equal(piece.features(0, len(piece.digests)), features)
+            features = piece.features(0, len(piece.digests))
             # Of Gemma 4's transformers takes transforms of float32.
             near = TOLERANCE * (3 if name == "gemma4" else 1)
             np.testing.assert_allclose(features.flatten()[::SPARSE], expected[f"features{index}"], atol=near)
@@ -144,6 +142,7 @@ def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(
     streamed._encoded = lambda *given: frames.append(given[0].shape[1]) or encode(*given)  # type: ignore
     for encoder, lengths in ((whole, [5.3]), (streamed, [0.63, 0.9, 1.7, 2.93, 4.0, 5.3])):
         encoder.load()
+        frames.clear()  # of fixed shapes it has run already
         for seconds in lengths:
             heard = (samples[: round(seconds * RATE)], RATE)
             prepared = encoder.prepare(MediaReference(heard, False, "RGB", "sound", "audio"))

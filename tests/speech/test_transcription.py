@@ -30,6 +30,12 @@ FILE = wav(SPEECH)
 SHORT: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 
 
+def as_finished(llm: LLM, samples: np.ndarray, before: str, language: str | None = None) -> Any:
+    """What a stream should end with: of the whole, so many tokens more than it has told `before`."""
+    told = len(llm.tokenizer.encode(before))
+    return llm.transcribe((samples, RATE), language, **SHORT | {"max_tokens": 12 + told})
+
+
 @pytest.fixture(scope="module")
 def llm(speech_engines: Path) -> Iterator[LLM]:
     with LLM(speech_engines, backend="numpy", drafting=None) as opened:
@@ -81,7 +87,7 @@ def test_gemma_4_is_asked_in_words_and_goes_on_from_what_it_wrote(gemma4_engines
         for part in np.array_split(SPEECH, 3):
             found = stream.hear(part)
         assert found.response.usage.reused_tokens == 13 + 4 * 12  # chunks of rows that are final
-        assert stream.finish().text == other.transcribe((SPEECH, RATE), **SHORT).text
+        assert stream.finish().text == as_finished(other, SPEECH, found.text).text
 
 
 def test_qwen2_audio_is_asked_in_words(qwen2_audio_engines: Path) -> None:
@@ -92,8 +98,8 @@ def test_qwen2_audio_is_asked_in_words(qwen2_audio_engines: Path) -> None:
         assert text.startswith(begun) and text.endswith("<|im_start|>assistant\nSo")
         stream = SpeechStream(other, RATE, **SHORT)
         for part in np.array_split(SPEECH, 2):
-            stream.hear(part)
-        assert stream.finish().text == other.transcribe((SPEECH, RATE), **SHORT).text
+            found = stream.hear(part)
+        assert stream.finish().text == as_finished(other, SPEECH, found.text).text
 
 
 def test_voxtral_is_asked_its_own_way(voxtral_engines: Path) -> None:
@@ -105,11 +111,11 @@ def test_voxtral_is_asked_its_own_way(voxtral_engines: Path) -> None:
             assert text == f"<s>[INST][BEGIN_AUDIO]{'[AUDIO]' * 40}[/INST]{asked}[TRANSCRIBE]"  # four windows of 0.8 s
         with pytest.raises(RequestError, match="Voxtral takes no names and words to expect"):
             other.transcribe((SPEECH, RATE), "en", "EdgeLLM")
-        whole, stream = other.transcribe((SPEECH, RATE), "en", **SHORT), SpeechStream(other, RATE, "en", **SHORT)
+        stream = SpeechStream(other, RATE, "en", **SHORT)
         for start in range(0, len(SPEECH), RATE // 2):
             found = stream.hear(SPEECH[start : start + RATE // 2])
         assert found.response.usage.reused_tokens >= 10  # of windows that are full
-        said = stream.finish()
+        said, whole = stream.finish(), as_finished(other, SPEECH, found.text, "en")
         assert (said.text, said.response.token_ids) == (whole.text, whole.response.token_ids)
 
 
@@ -126,7 +132,8 @@ def test_a_stream_ends_with_what_is_said_in_the_whole(llm: LLM, monkeypatch: pyt
     assert found[-1].response.usage.reused_tokens >= 2 * 13  # of the window that is final
     final, encoded[:] = stream.finish(), []
     assert stream.seconds == 5.0 and encoded == []
-    assert final.response.token_ids == llm.transcribe((samples, RATE), "en", **SHORT).response.token_ids
+    expected = as_finished(llm, samples, found[-1].text, "en").response.token_ids
+    assert final.response.token_ids == expected and len(expected) > 12  # not cut where a call's answer would be
     assert final.language == "English" and final.text
 
 
@@ -177,9 +184,22 @@ def test_the_command_writes_what_is_said(edgellm: Edgellm, speech_engines: Path,
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0, err
     assert [(each["seconds"], each["final"]) for each in lines] == [(1.25, False), (2.5, False), (3, False), (3, True)]
-    assert lines[-1]["text"] == llm.transcribe(path, "en", max_tokens=9).text
+    told = len(llm.tokenizer.encode(lines[-2]["text"]))
+    assert lines[-1]["text"] == llm.transcribe(path, "en", max_tokens=9 + told).text
     for data in (b"", FILE):
         assert "standard input is empty or a WAV file" in edgellm(*follow, stdin=data)[2]
+
+
+def test_what_outgrows_the_context_goes_on_as_another_stream(edgellm: Edgellm, speech_engines: Path) -> None:
+    """The context has room for 30 seconds."""
+    samples = np.rint(32767 * sound(50.0)).astype("<i2").tobytes()
+    follow = ("transcribe", "-m", speech_engines, "-", "--every", 5, "--language", "en", "--json", "--max-tokens", 4)
+    code, out, err = edgellm(*follow, stdin=samples)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0, err
+    ends = [each["seconds"] for each in lines if each["final"]]
+    assert len(ends) == 3 and ends == sorted(ends) and ends[-1] == 50.0
+    assert [each["seconds"] for each in lines if not each["final"]] == [5.0 * count for count in range(1, 11)]
 
 
 def form(file: bytes | None = FILE, fields: Any = ()) -> bytes:

@@ -190,6 +190,18 @@ def test_named_tokens_templates_and_ends(tmp_path: Path) -> None:
     assert end_tokens(_metadata(tmp_path, **(values | {"eos_token_id": 5, "eot_token_id": begin}))) == [5, begin, end]
 
 
+def test_an_answer_of_gpt_oss_goes_on_behind_its_first_message(tmp_path: Path) -> None:
+    marks = ["<|endoftext|>", "<|return|>", "<|end|>", "<|call|>", "<|im_end|>"]
+    values = {"tokens": ["a", *marks], "token_type": [1, 3, 3, 3, 3, 4], "eos_token_id": 2}
+    assert end_tokens(_metadata(tmp_path, "gpt-oss", **values)) == [2, 1, 4]
+    assert end_tokens(_metadata(tmp_path, "phi3", **values)) == [2, 1, 3, 4]
+
+
+def test_gemma_ends_texts_and_turns(tmp_path: Path) -> None:
+    values = {"tokens": ["<pad>", "<eos>", "<end_of_turn>"], "token_type": [3, 3, 3], "eos_token_id": 2}
+    assert end_tokens(_metadata(tmp_path, "gemma3", **values)) == [2, 1]
+
+
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
@@ -224,6 +236,18 @@ def test_phi_3_has_what_is_behind_its_tokens(tmp_path: Path) -> None:
     assert found.ids[0] == last and found.tokens[1] == "\u2581the"
     plain = _read(_metadata(tmp_path, model="llama", **values)).encode(text, add_special_tokens=False)
     assert plain.ids[0] == last and plain.tokens[1] != "\u2581the"
+    values["token_type"] = [
+        4 if each == "</s>" else kind for each, kind in zip(values["tokens"], values["token_type"], strict=True)
+    ]
+    ended = _read(_metadata(tmp_path, "phi3", model="llama", **values)).encode("</s> the", add_special_tokens=False)
+    assert ended.tokens == ["</s> ", "\u2581the"]
+
+
+def test_the_unknown_token_is_one_where_a_text_has_it(tmp_path: Path) -> None:
+    """As in published tokenizers of SentencePiece, and in llama.cpp."""
+    values = {key: each for key, each in GOLDEN["plain"].items() if key != "ids"}
+    unknown = values["token_type"].index(2)
+    assert _read(_metadata(tmp_path, model="llama", **values)).encode(values["tokens"][unknown]).ids[-1] == unknown
 
 
 def _of_pieces_with_merges() -> tokenizers.Tokenizer:
@@ -254,6 +278,8 @@ def test_pieces_with_merges_of_their_own(tmp_path: Path) -> None:
     values["scores"] = [0.0] * len(values["tokens"])
     metadata = _metadata(tmp_path, "gemma4", **values)
     found, first = _read(metadata), values["bos_token_id"]
+    early = _read(_metadata(tmp_path, "gemma4", **(values | {"add_bos_token": False})))
+    assert early.to_str() == found.to_str()  # what the first published files say is wrong
     bytes_taken = 0
     for text in [*TEXTS, " two  spaces\n\n\nlines\t<|turn>user\n<|channel>x<turn|>\n"]:
         expected = published.encode(text).ids

@@ -15,6 +15,7 @@ from probes import state_traffic, weight_bytes
 
 from edgellm.device.boards import BOARDS
 from edgellm.device.forecast import CLOCKS, REACHED, Clocks, Cost, round_shapes, step_cost
+from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_program
 
@@ -22,14 +23,17 @@ PAGE = Path(__file__).parents[2] / "tools" / "bench" / "results" / "2026-11-28-b
 ORIN = BOARDS["orin"]
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_the_steps_together_read_what_the_engine_reads(weights: str) -> None:
-    directory = Model("llama-1b", weights, 512).directory(None)
+@pytest.mark.parametrize(
+    ("name", "weights"), [*(("llama-1b", weights) for weights in WEIGHTS), ("LFM2-8B-A1B", "int4")]
+)
+def test_the_steps_together_read_what_the_engine_reads(name: str, weights: str) -> None:
+    directory = Model(name, weights, 512).directory(None)
     shape, packed = directory.limits.base_shape("decode", 1, 1, 640), directory.layouts.get("base", {})
-    program = model_program(directory.config, shape)
+    program = for_kernels(model_program(directory.config, shape))
     read = sum(step_cost(each, shape, "float16", packed, 512).nbytes for each in program.steps)
     weight = weight_bytes(directory.config, shape, "float16", packed)
-    assert read == weight + state_traffic(directory.config, directory.limits, "float16", 512)
+    states = state_traffic(directory.config, directory.limits, "float16", 512)
+    assert read == pytest.approx(weight + sum(states.values()), rel=1e-9)
 
 
 def test_a_step_takes_the_larger_of_its_times() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from edgellm import LLM
 from edgellm.text.tokenizer import Tokenizer
-from tools.heads.answers import build_engines, read_documents, user_turn, write_answers
+from tools.heads.answers import Share, answer_side_by_side, build_engines, read_documents, user_turn
 from tools.heads.prompts import MOST, held_out_runs, main, select
 from tools.heads.settings import Asking
 
@@ -71,7 +71,8 @@ def answered(tmp_path_factory: pytest.TempPathFactory, make_checkpoint: Callable
     held_out = held_out_runs([write_lines(folder / "held_out.jsonl", [{"turns": [MEASURED]}])])
     asking = Asking(answer_minutes=0.5, answer_count=10, answer_tokens=8, prompt_tokens=100, seed=3)
     build_engines(folder / "base", folder / "engines", asking)
-    write_answers(folder / "engines", "numpy", prompts, held_out, asking, folder / "answers")
+    shares = [Share(prompts, asking, folder / name) for name in ("answers", "beside")]
+    answer_side_by_side(folder / "engines", "numpy", None, held_out, shares)
     return folder
 
 
@@ -88,6 +89,10 @@ def test_answers_are_the_models_own(answered: Path) -> None:
         ]
     same = [np.array_equal(each.ids[each.first :], ids) for each, ids in zip(given, greedy, strict=True)]
     assert any(same) and not all(same)  # half of them are drawn
+
+
+def test_engines_side_by_side_answer_as_each_alone_would(answered: Path) -> None:
+    assert (answered / "beside").read_text() == (answered / "answers").read_text()
 
 
 def test_the_user_turn_ends_where_the_text_begins(answered: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain, tree
@@ -108,11 +108,14 @@ def test_a_step_reads_and_writes_recurrent_states_and_reads_the_rows_in_reach() 
     limits = EngineLimits(1, 16, 40000)
     qwen, lfm, gemma = (decoder_config(SHAPES[name]) for name in ("qwen3.5-2b", "lfm2-1.2b", "gemma3-1b"))
     matrices, columns = 18 * 16 * 128 * 128 * 4, 18 * 6144 * 3 * 4
-    assert state_traffic(qwen, limits, "float16", 100) == 2 * (matrices + columns) + 6 * 2 * 100 * 2 * 256 * 2
-    assert state_traffic(lfm, limits, "float16", 100) == 2 * 10 * 2048 * 2 * 4 + 6 * 2 * 100 * 8 * 64 * 2
+    rows = {"KV rows": 6 * 2 * 100 * 2 * 256 * 2}
+    assert state_traffic(qwen, limits, "float16", 100) == rows | {"states": 2 * (matrices + columns)}
+    rows = {"KV rows": 6 * 2 * 100 * 8 * 64 * 2}
+    assert state_traffic(lfm, limits, "float16", 100) == rows | {"states": 2 * 10 * 2048 * 2 * 4}
     windows = replace(limits, window_rows=limits.rows_for_window(gemma.window))
-    assert state_traffic(gemma, windows, "bfloat16", 30000) == (4 * 30000 + 22 * 512) * 2 * 256 * 2
-    assert state_traffic(gemma, limits, "bfloat16", 30000) == 26 * 30000 * 2 * 256 * 2
+    rows = {"KV rows": (4 * 30000 + 22 * 512) * 2 * 256 * 2, "states": 0}
+    assert state_traffic(gemma, windows, "bfloat16", 30000) == rows
+    assert state_traffic(gemma, limits, "bfloat16", 30000) == {"KV rows": 26 * 30000 * 2 * 256 * 2, "states": 0}
 
 
 def test_a_step_reads_packed_layers_as_they_are(tmp_path: Path) -> None:
@@ -162,7 +165,7 @@ def test_weights_of_gguf_files_have_their_sizes_and_are_those_of_dense_ones(
 ) -> None:
     from random_checkpoint import SHAPES
     from random_draft import SCALE
-    from random_model import even_weight, gguf_layouts
+    from random_layouts import even_weight, gguf_layouts
 
     config = decoder_config(SHAPES["llama-1b"])
     layouts = gguf_layouts(config, mixture, dtype)
@@ -177,3 +180,43 @@ def test_weights_of_gguf_files_have_their_sizes_and_are_those_of_dense_ones(
     for format in {run.format for layout in layouts.values() for run in layout.runs}:
         values = even_weight(format, 64, 1024).values()
         assert values.std() == pytest.approx(SCALE, rel=0.02) and abs(values.mean()) < 0.15 * SCALE
+
+
+@pytest.mark.parametrize(
+    ("shape", "mixture", "layers", "own"),
+    [
+        ("qwen3-30b-a3b", "q4_k_m", 2, {"num_experts": 8}),
+        ("gpt-oss-20b", "mxfp4_moe", 2, {"num_local_experts": 8, "intermediate_size": 256}),
+        ("lfm2-8b-a1b", "q4_k_m", 3, {"num_experts": 8}),
+    ],
+)
+def test_a_random_gguf_file_of_a_mixture_is_read_as_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, mixture: str, layers: int, own: dict[str, Any]
+) -> None:
+    """As its `config.json` would say, its blocks of the types that models of random weights have, and it answers."""
+    from random_checkpoint import SHAPES, with_layers
+    from random_gguf import write_random_gguf
+    from random_layouts import gguf_layouts
+
+    from edgellm import LLM, SamplingParams
+    from edgellm.engines.backends.device_layouts import packed_layouts
+    from edgellm.engines.directories.engine_directory import EngineDirectory
+    from edgellm.hub.directories import local_directory
+
+    small: dict[str, Any] = {"vocab_size": 1200, "hidden_size": 256, "intermediate_size": 512, "eos_token_id": 1}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "moe_intermediate_size": 256}
+    monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | small | own)
+    config, dtype = decoder_config(with_layers(SHAPES[shape], layers)), "bfloat16"
+    folder = local_directory(write_random_gguf(tmp_path / "model.gguf", shape, layers, mixture))
+    with LLM(folder, backend="numpy") as llm:
+        assert len(llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+    found = EngineDirectory.open(folder).config
+    with EngineDirectory.open(folder).checkpoint() as checkpoint:
+        packed = packed_layouts(checkpoint, decoder_weights(found), dtype)
+    same = "mixture", "layer_kinds", "num_heads", "num_kv_heads", "head_dim", "sliding_window", "attention_bias"
+    assert {key: getattr(found, key) for key in same} == {key: getattr(config, key) for key in same}
+    kinds = {name: [(run.format, run.rows) for run in layout.runs] for name, layout in packed.items()}
+    made = gguf_layouts(config, mixture, dtype)
+    if not config.tie_word_embeddings:  # whose table is as the layers are, here as the head is
+        kinds[EMBEDDING] = [(run.format, run.rows) for run in made[EMBEDDING].runs]
+    assert kinds == {name: [(run.format, run.rows) for run in layout.runs] for name, layout in made.items()}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 from published_families import PUBLISHED as PUBLISHED_CONFIGS
 from random_checkpoint import LLAMA_3_2_1B, SHAPES
+from random_checkpoint import PUBLISHED as KNOWN
 from random_model import RandomDirectory, random_directory
 from simulated_acceptance import simulated_mean
 
@@ -77,9 +77,7 @@ OTHERS = (
     *("Nemotron-3-Nano-4B", "granite-4.0-h-350m", "granite-4.0-h-tiny", "Nemotron-3-Nano-30B-A3B"),
     *("gemma-4-12B-it", "gemma-4-31B-it", "LFM2-8B-A1B", "gpt-oss-20b"),
 )
-_TABLE = Path(__file__).parents[2] / "tests" / "goldens" / "published" / "configs.json.xz"
-_KNOWN = {name: row["config"] for name, row in json.loads(lzma.decompress(_TABLE.read_bytes()))["published"].items()}
-MODELS |= {name: PUBLISHED_CONFIGS[name][0] if name in PUBLISHED_CONFIGS else _KNOWN[name] for name in OTHERS}
+MODELS |= {name: PUBLISHED_CONFIGS[name][0] if name in PUBLISHED_CONFIGS else KNOWN[name] for name in OTHERS}
 
 
 class Published(NamedTuple):

@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=[WEIGHTS[0]], help="of the base's layers")
     parser.add_argument("--chain", type=int, help="measure a chain of so many drafted tokens alone")
+    parser.add_argument("--plans", nargs="+", default=[], help='of the table, as "chain 3" [default: all]')
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--mean", type=float, default=4.24, help="simulated tokens a round of the largest tree")
@@ -198,7 +199,7 @@ def main() -> None:
         if "rounds" in arguments.sections:
             found |= measure_rounds(arguments.work, shape, arguments.mean, arguments.rounds, weights, arguments.chain)
         if "table" in arguments.sections:
-            found["table"] = measure_table(arguments.work, shape, arguments.mean, weights)
+            found["table"] = measure_table(arguments.work, shape, arguments.mean, weights, arguments.plans)
     results["seconds"] = time.perf_counter() - started
     report(results, arguments.output)
 

@@ -1,8 +1,8 @@
 """Times a mixture's layer by kernels, over the weights of several layers in turn: of decode steps, and of prompts.
 
     python tools/bench/experts_speed.py [--rows 1 4 16 64 512 4000] [--experts 128 --chosen 8 --hidden 2048 --size 768]
-                                        [--format int4 dense mxfp4] [--sort-from 65] [--tilings]
-                                        [--as orin [--alone]] [--output FILE]
+                                        [--format int4 fp8 nvfp4 mxfp4 dense] [--sort-from 65] [--tilings]
+                                        [--choices even skewed] [--as orin [--alone]] [--output FILE]
 
 Random weights in the shapes of Qwen3-30B-A3B; experts are chosen evenly, and `skewed`: expert of rank r, another one in
 each layer, is as likely as r^-0.8. Milliseconds of a layer, from CUDA graphs of all layers, and of its kernels each by
@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from as_device import one_of, parse
 from device_limits import read_around
 from provenance import provenance
+from random_layouts import MXFP4, even_weight
 
 from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
@@ -50,13 +52,15 @@ from edgellm.kernels.experts.launcher import counter_words
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts, expert_tilings
 from edgellm.kernels.launch import KernelModule, Launch
 from edgellm.kernels.prefill.linear import CudaPromptLinear
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LAYERS, DTYPE, _SERIES, _SKEW = 8, "float16", 3, 0.8
 FORMATS = {
     "int4": WeightFormat("int4", 128, False, DTYPE),
-    "mxfp4": WeightFormat("fp4", 32, False, "float32", scaling="powers"),
+    "fp8": WeightFormat("fp8", 128, False, DTYPE),
+    "nvfp4": WeightFormat("fp4", 16, False, DTYPE),
+    "mxfp4": MXFP4,
     "dense": None,
 }
 
@@ -82,7 +86,9 @@ class Bench:
         self.sort_from: int = options.sort_from
         noise = (np.random.default_rng(0).standard_normal(1 << 20) * 0.02).astype(np.float16)
         self._noise = self.array_of(noise)
-        self._blocks = self._random_blocks()
+        if self.format is not None:
+            self._like, blocks = to_device_layout(even_weight(self.format, 8, 1 << 15), DTYPE)
+            self._blocks = self.array_of(blocks.reshape(-1))
         self.norm = self.array_of(np.ones(self.hidden, np.float16))
         self.layers = [self._layer() for _ in range(LAYERS)]
 
@@ -96,16 +102,6 @@ class Bench:
         """Random values, over and over."""
         return self._filled(self.device.empty(shape, DTYPE), self._noise)
 
-    def _random_blocks(self) -> DeviceArray:
-        if self.format is None:
-            return self._noise
-        random, shape = np.random.default_rng(1), (8, 1 << 15)
-        codes = random.integers(0, 1 << self.format.bits, shape).astype(np.uint8)
-        if self.format.codes == "fp4":
-            codes[codes == 8] = 0
-        scales = np.full((shape[0], self.format.groups(shape[1])), 2.0**-7, np.float32)
-        return self.array_of(to_device_layout(PackedWeight(self.format, codes, scales), DTYPE)[1].reshape(-1))
-
     def _filled(self, array: DeviceArray, noise: DeviceArray) -> DeviceArray:
         for first in range(0, array.size, noise.size):
             part = array.reshape(-1)[first : first + noise.size]
@@ -116,7 +112,7 @@ class Bench:
         """Random ones, [rows, columns] of each expert."""
         if self.format is None:
             return ExpertWeights(LinearWeights(self.random(self.experts * rows, columns)), self.experts)
-        layout = DeviceLayout(self.format, self.experts * rows, columns, self.format.codes == "int4", DTYPE)
+        layout = replace(self._like, rows=self.experts * rows, columns=columns)
         data = self._filled(self.device.empty(layout.shape, "uint8"), self._blocks)
         return ExpertWeights(LinearWeights(PackedMatrix(layout, data)), self.experts)
 
@@ -241,6 +237,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 512, 4000])
     parser.add_argument("--format", nargs="+", type=one_of(*FORMATS), default=["int4"])
+    parser.add_argument("--choices", nargs="+", choices=("even", "skewed"), default=["even", "skewed"])
     parser.add_argument("--sort-from", type=int, default=MAX_TILED_ROWS + 1, metavar="ROWS")
     parser.add_argument("--tilings", action="store_true")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
@@ -250,10 +247,10 @@ def main() -> None:
     for name in options.format:
         bench = Bench(device, module, options, name)
         for rows in options.rows:
-            for skewed in (False, True):
-                ids = bench.choices(rows, skewed)
+            for choice in options.choices:
+                ids = bench.choices(rows, choice == "skewed")
                 step, distinct = Step(bench, ids), float(np.mean([len(np.unique(each)) for each in ids]))
-                label = f"{name}, {rows} rows{', skewed' if skewed else ''}"
+                label = f"{name}, {rows} rows{', skewed' if choice == 'skewed' else ''}"
                 result[label] = measured(bench, label, step.figures, distinct, ids[0].size)
                 if options.tilings and rows >= options.sort_from:
                     label += ", tilings"

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from as_device import is_beside, measured_as, one_of, parse, python
 from device_limits import device_limits, read_around, scale_of_part
 from neighbour import resting
-from probes import executor_name, state_traffic, weight_bytes
+from probes import executor_name, state_traffic, weight_bytes, weight_parts
 from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, SHAPES, checkpoint_in
 from random_model import WEIGHTS, RandomDirectory, loop_milliseconds, random_prompt, random_runner, shape_directory
@@ -195,15 +195,16 @@ def loop_behind(runner: BaseEngineRunner, directory: RandomDirectory, tokens: in
         spans = [loop_milliseconds(runner, tokens, LOOP_STEPS) for _ in range(6)][1:]
     decode, engine = next(loaded for loaded in runner.engines.loaded.items() if loaded[0].phase == "decode")
     packed, span = directory.layouts.get("base"), statistics.median(spans)
-    nbytes = weight_bytes(directory.config, decode, directory.dtype, packed)
+    weights = weight_parts(directory.config, decode, directory.dtype, packed)
     states = state_traffic(directory.config, directory.limits, directory.dtype, tokens + LOOP_STEPS // 2)
-    share = around.read_share("the decode loop", nbytes + states, span)
+    share = around.read_share("the decode loop", sum(weights.values()) + sum(states.values()), span)
     found = {"board_ms": span * board_scale()} if is_beside() else {}
     return {
         "executor": executor_name(engine),
         "loop_ms": span,
-        "weight_bytes": nbytes,
-        "state_bytes": states,
+        "weight_bytes": sum(weights.values()),
+        "state_bytes": sum(states.values()),
+        "bytes": weights | states,
         "bytes_ms": share * span,
         "above_ms": span - share * span,
         "read_share": share,

@@ -1,9 +1,10 @@
 """Decode and prompts of GGUF files beside llama.cpp's, in one run: random weights with the shapes of published models.
 
-    python tools/bench/llama_cpp_speed.py FOLDER [--models llama-1b:q4_k_m ...] [--prompts 512 4000] [--work DIRECTORY]
+    python tools/bench/llama_cpp_speed.py FOLDER [--models llama-1b:q4_k_m gpt-oss-20b:mxfp4_moe ...]
+                                          [--prompts 512 4000] [--work DIRECTORY]
 
-FOLDER has llama.cpp's `llama-bench` with its libraries (built with CUDA). Of each model a file is written, all at once
-and before anything is measured, as `random_gguf.py` does; llama.cpp reads it, while here weights of the same types and
+FOLDER has llama.cpp's `llama-bench` with its libraries (built with CUDA). Of each model a file is written before it is
+measured, and removed behind it, as `random_gguf.py` does; llama.cpp reads it, while here weights of the same types and
 shapes are made. Milliseconds of a token are wall time, from hardly any tokens on, of 128 (`llama-bench -n 128`); those
 of prompts are the GPU's here, and wall time there (`-p`), with flash attention (`-fa 1`). Kernels are compiled before.
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from provenance import provenance, report
-from random_gguf import MIXTURES
+from random_gguf import MIXTURES, write_random_gguf
 from random_model import loop_milliseconds, random_prompt, random_runner, shape_directory
 
 from edgellm.device.limits import gpu_milliseconds
@@ -32,20 +33,6 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 
 _TOKENS, _FIRST = 128, 8
 _MODELS = [f"{shape}:{mixture}" for shape in ("llama-1b", "llama-8b") for mixture in ("q4_k_m", "q8_0", "q4_0")]
-
-
-def write_all(work: Path, models: list[str]) -> dict[str, Path]:
-    """The files of models, each by a process of its own."""
-    writer, files = str(Path(__file__).parent / "random_gguf.py"), dict[str, Path]()
-    processes = list[subprocess.Popen[bytes]]()
-    for model in models:
-        shape, mixture = model.split(":")
-        files[model] = work / f"{shape}-{mixture}.gguf"
-        processes.append(subprocess.Popen([sys.executable, writer, shape, str(files[model]), "--mixture", mixture]))
-    codes = [process.wait() for process in processes]
-    if any(codes):
-        raise SystemExit("a file was not written")
-    return files
 
 
 def ours(work: Path, model: str, prompts: list[int]) -> dict[str, float]:
@@ -97,16 +84,18 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     began, results = time.perf_counter(), dict[str, Any](provenance())
-    files = write_all(arguments.work, arguments.models)
-    print(f"{len(files)} files written in {time.perf_counter() - began:.0f} s", flush=True)
     columns = ["token", *map(str, arguments.prompts)]
     print(f"| ms: ours / llama.cpp (ratio) | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|", flush=True)
-    for model, file in files.items():
+    for model in arguments.models:
+        (shape, mixture), begun = model.split(":"), time.perf_counter()
+        file = write_random_gguf(arguments.work / f"{shape}-{mixture}.gguf", shape, mixture=mixture)
+        size, seconds = file.stat().st_size / 1e9, time.perf_counter() - begun
         own, other = ours(arguments.work, model, arguments.prompts), theirs(arguments.folder, file, arguments.prompts)
         results[model] = {"ours": own, "llama.cpp": other}
         cells = [f"{own[each]:.3f} / {other[each]:.3f} ({other[each] / own[each]:.2f})" for each in columns]
         print(f"| {model} | {' | '.join(cells)} |", flush=True)
         file.unlink()
+        print(f"{model}: {size:.1f} GB written in {seconds:.0f} s", file=sys.stderr, flush=True)
     print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
     report(results, arguments.output)
 

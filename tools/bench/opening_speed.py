@@ -9,6 +9,7 @@ kernels it is `compiling_start_seconds`. `host_mib`: the largest sum of a proces
 files. `device_mib`: by how much less memory of the GPU is free at the peak than before, without a context
 (`context_mib`). `plan_mib` is what the runtime planned, `account_mib` by how much less was free after each kind of
 call, one inside another counting for the outer one, then after opening and after an answer, without a context.
+`load_seconds` are those of reading the weights to the device, at `load_gb_per_s` of their files.
 """
 
 from __future__ import annotations
@@ -132,17 +133,18 @@ def own_mib(process: int) -> float:
     return int(kib) / 1024
 
 
-def accounted(engines: Path, device: DeviceMemory, context: float) -> dict[str, dict[str, float]]:
+def accounted(engines: Path, device: DeviceMemory, context: float) -> dict[str, Any]:
     """What a process of its own finds with `account`."""
     free = device.free_mib() - context
     command = [*python(), __file__, "--account", str(engines)]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
-    taken = {stage: free - left for stage, left in found["free_mib"].items()}
-    return {"plan_mib": found["plan_mib"], "account_mib": found["taken_mib"] | taken}
+    taken = {stage: free - left for stage, left in found.pop("free_mib").items()}
+    return found | {"account_mib": found["account_mib"] | taken}
 
 
-def account(engines: Path) -> dict[str, dict[str, float]]:
-    """Of a model that is opened and answers here: its plan, what calls took of the memory, and how much was left."""
+def account(engines: Path) -> dict[str, Any]:
+    """Of a model that is opened and answers here: its plan, what calls took of the memory, how much was left, and how
+    long weights took."""
     from pycuda import driver
 
     from edgellm.engines.backends.cuda_backend import CudaBackend
@@ -150,7 +152,7 @@ def account(engines: Path) -> dict[str, dict[str, float]]:
     from edgellm.runtime import SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams
 
-    taken, inside = dict[str, float](), []
+    taken, seconds, inside = dict[str, float](), dict[str, float](), []
 
     def free() -> float:
         return driver.mem_get_info()[0] / 2**20
@@ -162,12 +164,13 @@ def account(engines: Path) -> dict[str, dict[str, float]]:
             if inside:
                 return function(*arguments, **named)
             inside.append(name)
-            before = free()
+            before, began = free(), time.perf_counter()
             try:
                 return function(*arguments, **named)
             finally:
                 inside.pop()
                 taken[name] = taken.get(name, 0.0) + before - free()
+                seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
         setattr(CudaBackend, name, watched)
 
@@ -178,10 +181,13 @@ def account(engines: Path) -> dict[str, dict[str, float]]:
         opened, plan = free(), getattr(runtime._runner, "base", runtime._runner).memory_plan
         runtime.handle_request(Request(prompt="hello", params=SamplingParams(max_tokens=64)))
         left = {"opened": opened, "answered": free()}
+    files = {each.resolve() for each in engines.rglob("*") if each.suffix in (".safetensors", ".gguf")}
     return {
         "plan_mib": {name: size / 2**20 for name, size in plan.items.items()} | {"total": plan.total / 2**20},
-        "taken_mib": taken,
+        "account_mib": taken,
         "free_mib": left,
+        "load_seconds": seconds["load_weights"],
+        "load_gb_per_s": sum(each.stat().st_size for each in files) / 1e9 / seconds["load_weights"],
     }
 
 
@@ -214,12 +220,13 @@ def main() -> None:
                 engines = prepared(arguments.work, shape, weights, arguments.draft, arguments.kv_cache, head)
                 opened = engines
             context = results["context_mib"]
-            accounts: dict[str, Any] = accounted(engines, device, context)  # which compiles the kernels, too
+            accounts = accounted(engines, device, context)  # which compiles the kernels, too
             if opened != engines:
                 accounts["first_start_seconds"] = start_anew(opened, engines, device)
                 accounts["compiling_start_seconds"] = start_anew(opened, engines, device, "kernels")
             starts = [start(opened, device) for _ in range(arguments.starts)]
-            results[model] = accounts | {
+            results[model] = accounts | accounted(engines, device, context)
+            results[model] |= {
                 "first_token_seconds": min(each["first_token_seconds"] for each in starts),
                 "host_mib": max(each["host_mib"] for each in starts),
                 "device_mib": max(each["device_mib"] for each in starts) - context,

@@ -12,6 +12,7 @@ from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import HEAD
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
 from edgellm.engines.model.states import KVRows, WindowRows, decoder_states, state_bytes
@@ -26,17 +27,41 @@ def executor_name(engine: Any) -> str:
     return " and ".join(engine.choice.names) if isinstance(engine, KernelEngine) else "TensorRT"
 
 
+#: Parts of a step's bytes, by what is in the names of their weights; the first that fits, else "others".
+_PARTS = {
+    "router": (".mlp.gate.", ".shared_expert_gate.", ".expert_bias"),
+    "experts": (".mlp.experts.",),
+    "shared experts and MLPs": (".mlp.",),
+    "attention and mixers": (".self_attn.", ".linear_attn.", ".conv.", ".mamba."),
+    "head": (HEAD, "embed_tokens"),
+}
+
+
+def weight_parts(
+    config: ModelConfig, shape: EngineShape, dtype: str, packed: Mapping[str, PackedLayout] | None = None
+) -> dict[str, float]:
+    """Bytes of the weights that a step of an engine reads, by what they are for: the embedding only where it is the
+    head, of experts those that so many rows choose if all are as likely, each once. `packed` are the layouts of those
+    that are."""
+    layouts, program, found = packed or {}, model_program(config, shape), dict.fromkeys((*_PARTS, "others"), 0.0)
+    for spec in program.weights.values():
+        part = next((part for part, words in _PARTS.items() if any(word in spec.name for word in words)), "others")
+        layout, read = layouts.get(spec.name), 1.0
+        if part == "experts":
+            mixture = program.mixtures[0].mixture
+            read -= (1 - mixture.chosen / mixture.experts) ** shape.tokens
+        found[part] += read * (spec_bytes(spec, dtype) if layout is None else math.prod(layout.shape))
+    return found
+
+
 def weight_bytes(
     config: ModelConfig, shape: EngineShape, dtype: str, packed: Mapping[str, PackedLayout] | None = None
-) -> int:
-    """Bytes of the weights that a step of an engine reads: the embedding only where it is the head; `packed` are the
-    layouts of those that are."""
-    layouts, specs = packed or {}, model_program(config, shape).weights.values()
-    dense = sum(spec_bytes(spec, dtype) for spec in specs if spec.name not in layouts)
-    return dense + sum(math.prod(layouts[spec.name].shape) for spec in specs if spec.name in layouts)
+) -> float:
+    """All of `weight_parts`."""
+    return sum(weight_parts(config, shape, dtype, packed).values())
 
 
-def state_traffic(config: DecoderConfig, limits: EngineLimits, dtype: str, tokens: int) -> int:
+def state_traffic(config: DecoderConfig, limits: EngineLimits, dtype: str, tokens: int) -> dict[str, int]:
     """Bytes of the states that a decode step behind so many tokens cannot do without: the KV rows in reach, read, and
     recurrent states, read and written once."""
     read, rows = 0, {}
@@ -46,7 +71,7 @@ def state_traffic(config: DecoderConfig, limits: EngineLimits, dtype: str, token
             rows |= state.of_sequence(min(tokens, window))
         else:
             read += state_bytes(state.tensors(1, 1), dtype)
-    return state_bytes(rows, dtype) + 2 * read
+    return {"KV rows": state_bytes(rows, dtype), "states": 2 * read}
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,7 +27,7 @@ from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, token_table
-from edgellm.engines.quantizer.written_layout import quantization_config
+from edgellm.engines.quantizer.written_layout import StoredTensor, quantization_config, write_tensors
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LAYERS = 16
@@ -78,6 +79,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
         "eos_token_id": 1,
     },
+    "qwen3-32b": LLAMA_3_2_1B
+    | _QWEN3
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    },
     "qwen3-1.7b": LLAMA_3_2_1B
     | _QWEN3
     | {
@@ -89,26 +104,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000.0,
         "attention_bias": False,
-    },
-    #: 128 experts of a layer, of which a token goes through 8: 17 GB in int4.
-    "qwen3-30b-a3b": LLAMA_3_2_1B
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "rope_scaling": None,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 151936,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
     },
     "llama-1b": LLAMA_3_2_1B,
     "llama-8b": LLAMA_3_2_1B
@@ -259,6 +254,28 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+#: What published models' `config.json` say, by their names.
+_TABLE = Path(__file__).parents[2] / "tests" / "goldens" / "published" / "configs.json.xz"
+PUBLISHED: dict[str, dict[str, Any]] = {
+    name: row["config"] for name, row in json.loads(lzma.decompress(_TABLE.read_bytes()))["published"].items()
+}
+#: Mixtures: a token goes through 8 of 128 experts (17 GB in int4), 4 of 32, 8 of 256, and 4 of 32 whose values go
+#: beyond float16.
+SHAPES |= {
+    "qwen3-30b-a3b": PUBLISHED["Qwen3-30B-A3B"] | {"torch_dtype": "float16", "bos_token_id": 0, "eos_token_id": 1},
+    "lfm2-8b-a1b": PUBLISHED["LFM2-8B-A1B"] | {"dtype": "float16"},
+    "qwen3.5-35b-a3b": PUBLISHED["Qwen3.5-35B-A3B"]["text_config"]
+    | {"architectures": ["Qwen3_5MoeForCausalLM"], "dtype": "float16", "tie_word_embeddings": False},
+    "gpt-oss-20b": PUBLISHED["gpt-oss-20b"] | {"dtype": "bfloat16"},
+}
+
+
+def with_layers(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """A `config.json` of so many layers, the first ones (None: as it is)."""
+    found = config | {"num_hidden_layers": layers or config["num_hidden_layers"]}
+    return found | ({"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {})
+
+
 #: With what its vision encoder needs; the preprocessor's settings beside it.
 QWEN_2_5_VL_3B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -352,7 +369,9 @@ def write_checkpoint(
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         vision = read_vision_config(config)
         specs += [*vision_weights(vision), *host_weights(vision)]
-    save_file(random_tensors(specs, seed, packed), directory / "model.safetensors")
+    tensors = random_tensors(specs, seed, packed)
+    stored = {name: StoredTensor(values.dtype.name, values) for name, values in tensors.items()}
+    write_tensors(directory / "model.safetensors", stored)
 
 
 def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat | None = None) -> dict[str, np.ndarray]:
@@ -360,11 +379,12 @@ def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat 
     random = np.random.default_rng(seed)
     # One block of random values, cut anew for each tensor: drawing billions of normals would take minutes.
     block = (random.standard_normal(1 << 24) * 0.02).astype(np.float16)
-    tensors = {}
+    codes, tensors = random.integers(0, 256, 1 << 26, np.uint8), {}
     for spec in specs:
         for name, shape in spec.parts:
             if packed is not None and len(shape) == 2 and ".layers." in name and ".mlp.gate." not in name:
-                tensors |= packed_tensors(name.removesuffix(".weight"), shape, packed, random)
+                start = 4 * int(random.integers(0, (codes.size - math.prod(shape) // 2) // 4))
+                tensors |= packed_tensors(name.removesuffix(".weight"), shape, packed, codes[start:])
                 continue
             size = int(np.prod(shape))
             start = int(random.integers(0, block.size))
@@ -374,11 +394,12 @@ def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat 
 
 
 def packed_tensors(
-    module: str, shape: tuple[int, ...], format: WeightFormat, random: np.random.Generator
+    module: str, shape: tuple[int, int], format: WeightFormat, drawn: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Codes from 0 to 15 with one scale, which gives the layer the deviation of the dense ones."""
+    """Codes from 0 to 15, the first of those `drawn`, with one scale, which gives the layer the deviation of the dense
+    ones."""
     rows, columns = shape
-    words = random.integers(0, 256, rows * columns // 2, np.uint8).view("<i4").reshape(rows, -1)
+    words = drawn[: rows * columns // 2].view("<i4").reshape(rows, -1)
     scales = np.full((rows, format.groups(columns)), 0.02 / np.arange(16).std(), np.float16)
     tensors = {"weight_packed": words, "weight_scale": scales, "weight_shape": np.array(shape, np.int64)}
     return {f"{module}.{ending}": tensor for ending, tensor in tensors.items()}
@@ -392,9 +413,7 @@ if __name__ == "__main__":
     parser.add_argument("--weights", choices=("float16", "int4"), default="float16", help="int4: groups of 128")
     parser.add_argument("--draft", type=Path, help="where to write an EAGLE-3 head of matching shapes")
     arguments = parser.parse_args()
-    base = SHAPES[arguments.shapes]
-    if arguments.layers is not None:
-        base = base | {"num_hidden_layers": arguments.layers}
+    base = with_layers(SHAPES[arguments.shapes], arguments.layers)
     int4 = WeightFormat("int4", 128, zeros=False, dtype="float16")
     write_checkpoint(arguments.directory, base, packed=int4 if arguments.weights == "int4" else None)
     if arguments.draft is not None:

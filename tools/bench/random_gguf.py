@@ -2,8 +2,9 @@
 
     python tools/bench/random_gguf.py llama-8b FILE.gguf [--mixture q8_0] [--layers 2]
 
-Types are those of a mixture, as llama.cpp has it: by itself Q4_K_M. Five gigabytes take some seconds: blocks are drawn
-once, and cut anew for each tensor.
+Types are those of a mixture, as llama.cpp has it: by itself Q4_K_M; MXFP4_MOE has experts in MXFP4, all else in Q8_0.
+Models are of Llama's, Qwen3's, Qwen3-MoE's, gpt-oss's and LFM2-MoE's families. Five gigabytes take some seconds: blocks
+are drawn once, and cut anew for each tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,25 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from made_vocabulary import MadeVocabulary
-from random_checkpoint import SHAPES
+from random_checkpoint import SHAPES, with_layers
 
+from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.gguf_file import TYPES
+from edgellm.engines.model.config import DecoderConfig
 
 _NUMBERS = {name: (number, elements, size) for number, (name, elements, size) in TYPES.items()}
 _ALIGNMENT, _DRAWN = 32, 1 << 25
 #: Where a block has its factors, float16.
 _FACTORS = {"q4_0": (0,), "q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
-#: What the linear layers of a mixture are, but for the finer ones.
-MIXTURES = {"q4_0": "q4_0", "q8_0": "q8_0", "q4_k_m": "q4_k"}
-_SCALE = 1e-4
+#: What the linear layers of a mixture are, but for the finer ones and experts in MXFP4.
+MIXTURES = {"q4_0": "q4_0", "q8_0": "q8_0", "q4_k_m": "q4_k", "mxfp4_moe": "q8_0"}
+#: Of factors; of what stays float32 and is no norm; of MXFP4's powers, as their exponents are stored.
+_SCALE, _DEVIATION, _EXPONENT = 1e-4, 0.02, 120
+#: The families that are written, and llama.cpp's names of them.
+_ARCHITECTURES = {
+    **{"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"},
+    **{"gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
+}
 
 
 def finer_layer(layer: int, layers: int) -> bool:
@@ -41,24 +50,22 @@ def finer_layer(layer: int, layers: int) -> bool:
 
 
 def type_in_mixture(mixture: str, kind: str, layer: int, layers: int) -> str:
-    """The type of a module's weight in a layer of so many, of the head too, where `layer` is -1. All heads but Q8_0's
-    are of Q6_K, as is an embedding that is one."""
-    finer = layer < 0 or (mixture == "q4_k_m" and kind in ("attn_v", "ffn_down") and finer_layer(layer, layers))
-    return "q6_k" if finer and mixture != "q8_0" else MIXTURES[mixture]
+    """The type of a module's weight in a layer of so many, of the head too, where `layer` is -1. All heads are of Q6_K
+    but those of mixtures of Q8_0, as is an embedding that is one; stacks of experts end with `_exps`."""
+    if mixture == "mxfp4_moe" and kind.endswith("_exps"):
+        return "mxfp4"
+    down = kind.removesuffix("_exps") in ("attn_v", "ffn_down")
+    finer = layer < 0 or (mixture == "q4_k_m" and down and finer_layer(layer, layers))
+    return "q6_k" if finer and MIXTURES[mixture] != "q8_0" else MIXTURES[mixture]
 
 
 def write_random_gguf(path: Path, shape: str, layers: int | None = None, mixture: str = "q4_k_m") -> Path:
-    """The file of one of `SHAPES` of Llama's or Qwen3's family, with so many layers (None: its own), of `MIXTURES`."""
-    config = dict(SHAPES[shape])
-    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
-    random, drawn = np.random.default_rng(0), dict[str, np.ndarray]()
-    for kind, places in _FACTORS.items():
-        size = _NUMBERS[kind][2]
-        drawn[kind] = random.integers(0, 256, (_DRAWN // size, size), np.uint8)
-        for place in places:
-            factors = random.normal(0, _SCALE, (len(drawn[kind]), 1)).astype("<f2")
-            drawn[kind][:, place : place + 2] = factors.view(np.uint8)
+    """The file of one of `SHAPES` of a family above, with so many layers (None: its own), of `MIXTURES`."""
+    config, random = decoder_config(with_layers(SHAPES[shape], layers)), np.random.default_rng(0)
+    if config.family not in _ARCHITECTURES:
+        raise SystemExit(f"{shape} is of the family {config.family}; written are {', '.join(_ARCHITECTURES)}")
     tensors, offset = list(_tensors(config, mixture)), 0
+    drawn = {kind: _blocks(kind, random) for kind in dict.fromkeys(kind for _, kind, _ in tensors) if kind != "float32"}
     metadata = _metadata(config)
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     header += b"".join(_text(key) + _value(value) for key, value in metadata.items())
@@ -68,11 +75,12 @@ def write_random_gguf(path: Path, shape: str, layers: int | None = None, mixture
         offset += -(-math.prod(own) // elements * size // _ALIGNMENT) * _ALIGNMENT
     with path.open("wb") as file:
         file.write(header + b"\0" * (-len(header) % _ALIGNMENT))
-        for _, kind, own in tensors:
+        for name, kind, own in tensors:
             _, elements, size = _NUMBERS[kind]
             left = nbytes = math.prod(own) // elements * size
             if kind == "float32":
-                file.write(np.ones(own, "<f4").tobytes())
+                values = np.ones(own) if "norm" in name else random.normal(0, _DEVIATION, own)
+                file.write(values.astype("<f4").tobytes())
                 left = 0
             while left:
                 first = int(random.integers(0, len(drawn[kind]) // 2))
@@ -82,43 +90,94 @@ def write_random_gguf(path: Path, shape: str, layers: int | None = None, mixture
     return path
 
 
-def _tensors(config: Mapping[str, Any], mixture: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _blocks(kind: str, random: np.random.Generator) -> np.ndarray:
+    """Random blocks of a type, whose factors are small, or powers of two: uint8 [N, bytes of a block]."""
+    size = _NUMBERS[kind][2]
+    blocks = random.integers(0, 256, (_DRAWN // size, size), np.uint8)
+    if kind == "mxfp4":
+        blocks[:, 0] = _EXPONENT
+    for place in _FACTORS.get(kind, ()):
+        blocks[:, place : place + 2] = random.normal(0, _SCALE, (len(blocks), 1)).astype("<f2").view(np.uint8)
+    return blocks
+
+
+def _tensors(config: DecoderConfig, mixture: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Name, type and shape of each."""
-    hidden, wide, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    size = config.get("head_dim") or hidden // config["num_attention_heads"]
-    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    head, table = type_in_mixture(mixture, "output", -1, layers), (config["vocab_size"], hidden)
-    yield "token_embd.weight", head if config["tie_word_embeddings"] else MIXTURES[mixture], table
+    layers, table = config.num_layers, (config.vocab_size, config.hidden_size)
+    head = type_in_mixture(mixture, "output", -1, layers)
+    yield "token_embd.weight", head if config.tie_word_embeddings else MIXTURES[mixture], table
     for layer in range(layers):
-        matrices = {"attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
-        matrices |= {"attn_output": (hidden, queries), "ffn_gate": (wide, hidden), "ffn_up": (wide, hidden)}
-        matrices |= {"ffn_down": (hidden, wide)}
-        for name, shape in matrices.items():
-            yield f"blk.{layer}.{name}.weight", type_in_mixture(mixture, name, layer, layers), shape
-        norms = {"attn_norm": hidden, "ffn_norm": hidden}
-        norms |= {"attn_q_norm": size, "attn_k_norm": size} if config["model_type"] == "qwen3" else {}
-        yield from ((f"blk.{layer}.{name}.weight", "float32", (width,)) for name, width in norms.items())
-    yield "output_norm.weight", "float32", (hidden,)
-    if not config["tie_word_embeddings"]:
+        for name, shape in _layer(config, layer).items():
+            module, _, ending = name.rpartition(".")
+            is_linear = ending == "weight" and len(shape) > 1 and module not in ("ffn_gate_inp", "shortconv.conv")
+            kind = type_in_mixture(mixture, module, layer, layers) if is_linear else "float32"
+            yield f"blk.{layer}.{name}", kind, shape
+    last = "token_embd_norm" if config.family == "lfm2_moe" else "output_norm"
+    yield f"{last}.weight", "float32", (config.hidden_size,)
+    if not config.tie_word_embeddings:
         yield "output.weight", head, table
 
 
-def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind = config["model_type"]
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    own = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": head,
-        "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(config["rope_theta"]),
+def _layer(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's tensors."""
+    hidden, mixture, is_oss = config.hidden_size, config.mixture, config.family == "gpt_oss"
+    found: dict[str, tuple[int, ...]] = {"attn_norm.weight": (hidden,)}
+    found["post_attention_norm.weight" if is_oss else "ffn_norm.weight"] = (hidden,)
+    if config.layer_kind(layer) == "convolution":
+        linears = {"shortconv.in_proj": (3 * hidden, hidden), "shortconv.out_proj": (hidden, hidden)}
+        found["shortconv.conv.weight"] = hidden, config.conv_width
+    else:
+        queries, keys = config.query_size, config.kv_size
+        linears = {"attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
+        linears["attn_output"] = hidden, queries
+        if config.qk_norm:
+            found |= dict.fromkeys(("attn_q_norm.weight", "attn_k_norm.weight"), (config.head_dim,))
+        if config.attention_sinks:
+            found["attn_sinks.weight"] = (config.num_heads,)
+        if config.attention_bias:
+            found |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    if mixture is None or layer in mixture.dense_layers:
+        wide, stack, ending = config.intermediate_size, (), ""
+    else:
+        wide, stack, ending = mixture.size, (mixture.experts,), "_exps"
+        found["ffn_gate_inp.weight"] = mixture.experts, hidden
+        if mixture.correction:
+            found["exp_probs_b.bias"] = stack
+    gates = {f"ffn_{name}{ending}": (*stack, wide, hidden) for name in ("gate", "up")}
+    gates[f"ffn_down{ending}"] = *stack, hidden, wide
+    if stack and mixture is not None and mixture.biases:
+        found |= {f"{name}.bias": shape[:2] for name, shape in gates.items()} | {"ffn_gate_inp.bias": stack}
+    return found | {f"{name}.weight": shape for name, shape in (linears | gates).items()}
+
+
+def _metadata(config: DecoderConfig) -> dict[str, Any]:
+    mixture, yarn = config.mixture, config.rope_scaling or {}
+    kind, layers = _ARCHITECTURES[config.family], range(config.num_layers)
+    keys = [0 if config.layer_kind(layer) == "convolution" else config.num_kv_heads for layer in layers]
+    own: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads if all(keys) else keys,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_theta),
     }
-    vocabulary = MadeVocabulary(config["vocab_size"])
+    if mixture is not None:
+        own |= {"expert_count": mixture.experts, "expert_used_count": mixture.chosen}
+        own["expert_feed_forward_length"] = mixture.size
+    if config.family == "gpt_oss":
+        own |= {"attention.sliding_window": config.sliding_window, "rope.scaling.type": "yarn"}
+        own["rope.scaling.factor"] = float(yarn["factor"])
+        own["rope.scaling.original_context_length"] = yarn["original_max_position_embeddings"]
+    if config.family == "lfm2_moe":
+        assert mixture is not None
+        own |= {"shortconv.l_cache": config.conv_width, "leading_dense_block_count": len(mixture.dense_layers)}
+        own["expert_gating_func"] = 2  # sigmoid
+    vocabulary = MadeVocabulary(config.vocab_size)
     described = json.loads(vocabulary.tokenizer.definition)
     ids = described["model"]["vocab"] | {token["content"]: token["id"] for token in described["added_tokens"]}
     added = {token["content"] for token in described["added_tokens"]}

@@ -5,7 +5,6 @@ Nothing is written but TensorRT's plans: eight billion weights are there in seco
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +15,14 @@ from typing import Any
 import numpy as np
 from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
-from random_gguf import type_in_mixture
+from random_gguf import MIXTURES
+from random_layouts import draft_layouts, even_weight, gguf_layouts, packed_layers
 
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.cuda_ranks import CudaRanks
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.numpy_backend import NumpyBackend
-from edgellm.engines.building.draft_weights import chosen_format
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY as SHORTLIST
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
@@ -32,33 +31,38 @@ from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.formats.safetensors_file import TensorInfo
 from edgellm.engines.model.config import DFLASH, DRAFT_HEAD, HEADS, DecoderConfig, DraftBlock, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
-from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
+from edgellm.engines.model.draft_decoder import mtp_draft
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, device_layout, to_device_layout
-from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat, rounded
-from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns, RunsLayout
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns
 
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
+#: How the names of vectors end that are added to something.
+_ADDED = ("bias", "sinks")
 #: The layers of z-lab's DFlash drafts of Qwen3-4B and 8B.
 BLOCK_LAYERS = 5
 #: What the layers of a model may be; behind a plus its head, where that is packed; behind a stroke the draft, where it
 #: is not as `edgellm build` makes it, which packs it as the layers are.
-WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4", "int4/float16", "q4_0", "q8_0", "q4_k_m")
+WEIGHTS = (
+    *("float16", "int4", "int4+int8", "int4+int4", "int4/float16", "mxfp4", "mxfp4+int8", "mxfp4+int4"),
+    *("q4_0", "q8_0", "q4_k_m", "mxfp4_moe"),
+)
 
 
 @dataclass(frozen=True)
 class RandomTensors:
     """Stands for a checkpoint: what a backend with `RandomWeights` fills its buffers with.
 
-    Vectors are ones; matrices are normally distributed, with the standard deviation of their name, or `SCALE`. The
-    `table` [V, P] of tokens' own embeddings is zeros, which take no memory.
+    Vectors are ones, or zeros where they are added, so that each token has experts of its own. Matrices are normally
+    distributed, with the standard deviation of their name, or `SCALE`. The `table` [V, P] of tokens' own embeddings is
+    zeros, which take no memory.
     """
 
     scales: dict[str, float] = field(default_factory=dict)
@@ -116,7 +120,7 @@ class RandomWeights:
             flat, dtype = weights[spec.name].reshape(-1), self.compute_dtype if spec.dtype == "compute" else spec.dtype
             size = int(np.prod(spec.shape))
             if len(spec.shape) == 1:
-                self.upload(flat, _stored(np.ones(size, np.float32), dtype))
+                self.upload(flat, _stored(np.full(size, not spec.name.endswith(_ADDED), np.float32), dtype))
                 continue
             kind, place = (checkpoint.scales.get(spec.name, SCALE), dtype), 0
             random = np.random.default_rng([checkpoint.seed, *spec.name.encode()])
@@ -205,42 +209,6 @@ def random_packed(backend: Any, layouts: Mapping[str, PackedLayout]) -> dict[str
     return found
 
 
-def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
-    """Evenly distributed codes with scales, and minima, that give them the deviation of dense weights around zero; both
-    compute dtypes hold the scales."""
-    random, values = np.random.default_rng(0), np.arange(1 << format.bits)
-    codes, shape = random.integers(0, len(values), (rows, columns)).astype(np.uint8), (rows, format.groups(columns))
-    scale = SCALE / values.std()
-    found = rounded(np.array([scale, -values.mean() * scale], np.float32), "bfloat16").astype(np.float16)
-    found = found[: 1 + format.minima]
-    if format.scaling != "levels":
-        own = [np.full(shape, each, np.float32) for each in found]
-        return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None)
-    factors = np.broadcast_to(found / np.float16(32), (rows, -(-columns // LEVEL_COLUMNS), len(found)))
-    levels = Levels(factors, np.full((*shape, len(found)), 32, np.int8))
-    own = [np.ascontiguousarray(each) for each in np.moveaxis(levels.products(format.group), -1, 0)]
-    return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None, levels=levels)
-
-
-def gguf_layouts(config: DecoderConfig, mixture: str, dtype: str) -> dict[str, PackedLayout]:
-    """How the weights of a GGUF file are packed that is such a mixture; an embedding as the head."""
-    found, layers = dict[str, PackedLayout](), config.num_layers
-    for spec in decoder_weights(config):
-        if len(spec.shape) != 2 or spec.dtype != "compute" or len(spec.parts[0][1]) != 2:
-            continue
-        layer, runs = int(spec.name.split(".")[2]) if ".layers." in spec.name else -1, list[DeviceLayout]()
-        for part, shape in spec.parts:
-            module = "attn_v" if ".v_proj." in part else "ffn_down" if ".down_proj." in part else ""
-            format = BlockLayout(type_in_mixture(mixture, module, layer, layers)).format(dtype)
-            own = replace(device_layout(even_weight(format, 8, 256), dtype), rows=shape[0], columns=shape[1])
-            if runs and runs[-1].format == format:
-                runs[-1] = replace(runs[-1], rows=runs[-1].rows + shape[0])
-            else:
-                runs.append(own)
-        found[spec.name] = runs[0] if len(runs) == 1 else RunsLayout(tuple(runs))
-    return found
-
-
 class RandomNumpyBackend(RandomWeights, NumpyBackend):
     """The backend without one."""
 
@@ -249,8 +217,8 @@ def random_directory(
     folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16", weights: str = WEIGHTS[0]
 ) -> RandomDirectory:
     """A directory of a base, and where `limits` have one of a draft head; plans are kept in `folder`. `weights`, one of
-    `WEIGHTS`, of "int4": the layers of the base are packed in symmetric groups of 128, its head is dense. Of a GGUF
-    file's all of the base are packed."""
+    `WEIGHTS`, of "int4": the layers of the base are packed in symmetric groups of 128, of "mxfp4" its experts alone,
+    and its head is dense. Of a GGUF file's all of the base are packed."""
     base_is, _, draft_is = weights.partition("/")
     layers_are, _, head = base_is.partition("+")
     own = block_draft_of(config, limits.draft_block) if limits.draft_block else draft_of(config)
@@ -263,13 +231,9 @@ def random_directory(
         config = replace(config, feature_layers=draft.config.feature_layers)
     layouts: dict[str, dict[str, PackedLayout]] = {}
     limits = replace(limits, packed=layers_are != "float16")
-    if layers_are not in ("float16", "int4"):
-        layouts["base"] = gguf_layouts(config, layers_are, dtype)
-    if layers_are == "int4":
-        format = WeightFormat("int4", 128, False, dtype)
-        dense = [spec for spec in decoder_weights(config) if spec.dtype == "compute" and ".layers." in spec.name]
-        layers = [spec for spec in dense if len(spec.shape) == 2]
-        layouts["base"] = {spec.name: DeviceLayout(format, *spec.shape, dtype == "float16") for spec in layers}
+    if limits.packed:
+        layouts_of = gguf_layouts if layers_are in MIXTURES else packed_layers
+        layouts["base"] = layouts_of(config, layers_are, dtype)
     if head:
         format = head_format(head, config.hidden_size, dtype)
         assert format is not None
@@ -280,15 +244,6 @@ def random_directory(
         layouts["draft"] = draft_layouts(own, layers.runs[0].format, dtype)
     description = hash_bytes(repr((config, limits, dtype, draft, weights)).encode())
     return RandomDirectory(folder, config, dtype, "auto", limits, {}, "", description, draft, layouts=layouts)
-
-
-def draft_layouts(draft: DraftConfig, layers: WeightFormat, dtype: str) -> dict[str, DeviceLayout]:
-    """How a build packs a draft beside a base whose `layers` are packed."""
-    shapes = {spec.name: spec.shape for spec in draft_weights(draft) if len(spec.shape) == 2}
-    format = chosen_format("auto", layers, math.gcd(*(shape[1] for shape in shapes.values())), dtype)
-    assert format is not None
-    small = format.codes == "int4" and dtype == "float16"
-    return {name: DeviceLayout(format, *shape, small) for name, shape in shapes.items()}
 
 
 def draft_of(base: DecoderConfig) -> DraftConfig:

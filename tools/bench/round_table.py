@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from as_device import measured_as
 from device_limits import read_around
 from probes import executor_name, weight_bytes
 from random_model import RandomDirectory, random_prompt, random_runner
@@ -17,10 +19,13 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 
 #: Few: a round of a large model in a part of a GPU takes tens of milliseconds.
 REPEATS, SERIES = 10, 3
+#: How many plain steps a round may take where base and draft have 4 bits: on the whole GPU, and as an Orin.
+TARGETS = {None: {"tree 10/4/16": 1.9, "chain 3": 1.6}, "orin": {"tree 10/4/16": 1.6, "chain 3": 1.45}}
 
 
-def measure_table(work: Path, shape: str, mean: float, weights: str) -> dict[str, Any]:
-    """`rounds` and `engines` of a model; also printed, as Markdown. Lengths of the rounds are simulated."""
+def measure_table(work: Path, shape: str, mean: float, weights: str, only: Sequence[str] = ()) -> dict[str, Any]:
+    """`rounds` and `engines` of a model; also printed, as Markdown. Lengths of the rounds are simulated. `only` names
+    plans (none: all)."""
     plain_directory, directory = prepare(work, shape, weights)
     with random_runner(plain_directory) as plain:
         plain_ms = plain_step(plain, PROMPT_TOKENS)
@@ -29,7 +34,7 @@ def measure_table(work: Path, shape: str, mean: float, weights: str) -> dict[str
     decode_ms, plans, rounds = engines[decode.shape.name]["ms"], plans_of(directory), []
     with random_runner(directory) as runner:
         bench = RoundBench(runner)
-        for plan in plans:
+        for plan in (each for each in plans if not only or each.name in only):
             tokens = simulated_mean(plan, plans[-1], mean)
             lengths = schedule(tokens, plan.steps)
             bench.fill(lengths)
@@ -61,6 +66,10 @@ def measure_table(work: Path, shape: str, mean: float, weights: str) -> dict[str
         row["decode_steps"] = row["ms"] / decode_ms
     found = {"plain_ms": plain_ms, "rounds": rounds, "engines": engines}
     print(markdown(shape, found), flush=True)
+    for row in rounds if weights == "int4" else ():
+        if most := TARGETS.get(measured_as(), {}).get(row["configuration"]):
+            reached = "reached" if row["plain_steps"] <= most else "MISSED "
+            print(f"{reached}  {shape}, {row['configuration']}: {row['plain_steps']:.2f} plain steps, at most {most}")
     return found
 
 

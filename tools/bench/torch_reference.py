@@ -3,17 +3,20 @@
     python tools/bench/torch_reference.py decode CONFIG CAPACITY
     python tools/bench/torch_reference.py prefill CONFIG TOKENS ...
     python tools/bench/torch_reference.py transformers CONFIG TOKENS ...
+    torchrun --nproc-per-node 2 tools/bench/torch_reference.py ranks CONFIG CAPACITY TOKENS ...
 
 `CONFIG` is what a config.json says, as JSON. Written as one would write it for speed: fused q/k/v and gate/up
 projections, a static KV cache in buffers (whose addresses are declared static, without which PyTorch skips its CUDA
 graphs), scaled_dot_product_attention with grouped heads, argmax on the device. `transformers`: prompts of that
 package's own model, each kind of layer compiled, all of it one CUDA graph; what is not installed for its recurrent
-layers it replaces by operations of PyTorch, and the result says so.
+layers it replaces by operations of PyTorch, and the result says so. `ranks`: steps and prompts of a model that GPUs
+share as Megatron-LM does, with NCCL's sums.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -22,6 +25,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -58,9 +63,13 @@ class Layer(nn.Module):
 
     def _behind_attention(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """The layer's output [1, T, hidden], of its input x and attention's results [1, heads, T, size]."""
-        x = x + self.output(context.transpose(1, 2).reshape(1, x.shape[1], -1))
+        x = x + self._summed(self.output(context.transpose(1, 2).reshape(1, x.shape[1], -1)))
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self._summed(self.down(F.silu(gate) * up))
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, where there are several."""
+        return collectives.all_reduce(x, "sum", dist.group.WORLD) if dist.is_initialized() else x
 
     def forward(self, x: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """One token: x [1, 1, hidden]."""
@@ -153,6 +162,39 @@ def prefill_milliseconds(config: dict, counts: list[int], repeats: int = 5) -> d
     return found
 
 
+@torch.inference_mode()
+def rank_milliseconds(config: dict, capacity: int, counts: list[int], position: int = 128) -> dict[str, float]:
+    """Median milliseconds of a decode step, and of prompts of so many tokens, of ranks that torchrun started.
+
+    A rank has its part of the heads, of the inner rows and of the vocabulary. A layer is compiled; all are one CUDA
+    graph.
+    """
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.set_default_dtype(torch.float16)
+    of = dist.get_world_size()
+    split = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    with torch.device("cuda"):
+        model = Decoder(config | {name: config[name] // of for name in split}, capacity)
+        x, row = torch.randn(1, 1, config["hidden_size"]), torch.tensor([position])
+    run = torch.compile(lambda layer, *given: layer(*given), fullgraph=True, dynamic=False)
+
+    def step() -> torch.Tensor:
+        mask, rope, value = (model.rows <= row)[None, None, None], model.rope[:, row], x
+        for layer in model.layers:
+            value = run(layer, value, row, mask, rope)
+        logits = F.linear(model.norm(value), model.embedding.weight).view(1, -1)
+        return collectives.all_gather_tensor(logits, 1, dist.group.WORLD).float().argmax(-1)
+
+    step()
+    torch.cuda.synchronize()
+    replay, _ = _graph_of(step)
+    found = {"milliseconds": statistics.median(_milliseconds(replay, 50) for _ in range(5))}
+    return found | (
+        prefill_milliseconds(config | {name: config[name] // of for name in split}, counts) if counts else {}
+    )
+
+
 #: Packages with kernels for recurrent layers that transformers takes where they are.
 _KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
 
@@ -221,6 +263,11 @@ if __name__ == "__main__":
     sizes = [int(number) for number in numbers]
     if kind == "decode":
         print(json.dumps(decode_step_milliseconds(json.loads(given), sizes[0])))
+    elif kind == "ranks":
+        times = rank_milliseconds(json.loads(given), sizes[0], sizes[1:])
+        if dist.get_rank() == 0:
+            print(json.dumps(times), flush=True)
+        dist.destroy_process_group()
     elif kind == "transformers":
         print(json.dumps(transformers_milliseconds(json.loads(given), sizes)))
     else:

@@ -85,7 +85,8 @@ def recurrent_sources(dtype: str) -> list[ModuleSource]:
         kernels += [convolution_kernel("convolve_chunk", width, value, dtype) for width in (2, 3)]
         kernels += [gates_kernel(name, value, dtype) for name in ("gated_norm", "sigmoid_gate")]
         kernels.append(gates_kernel("separate_gates", value))
-        kernels.append(gates_kernel("gated_group_norm", value, dtype))
+        kernels += [gates_kernel(name, value, dtype) for name in ("gated_group_norm", "gated_part_norm")]
+        kernels.append(gates_kernel("gated_squares", value))
     for keys, scans in ((64, False), (128, False), (256, False), (128, True)):
         delta = partial(delta_kernel, scans=scans)
         kernels += [delta("delta_nodes", keys, "float", tree) for tree in ("true", "false")]

@@ -19,8 +19,8 @@ from board_forecast import MODELS, OTHERS
 from random_checkpoint import LLAMA_3_2_1B, QWEN_2_5_VL_3B
 
 from edgellm.engines.backends.device_layouts import packed_memory
-from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import choose_limits
+from edgellm.engines.building.needed_kernels import planned_engines
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_weights
 from edgellm.engines.families.vision_config import read_vision_config

@@ -8,9 +8,12 @@ questions like those that it was tuned on, code among them. Of these the questio
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -42,6 +45,15 @@ class Document:
     first: int
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one engine is asked, how, and the file that it writes."""
+
+    texts: list[str]
+    asking: Asking
+    to: Path
+
+
 def read_documents(path: Path) -> list[Document]:
     """The answers of a file."""
     return [Document(np.array(line["ids"], np.int32), line["first"]) for line in read_lines(path)]
@@ -53,18 +65,32 @@ def build_engines(base: Path, engines: Path, asking: Asking) -> None:
     build_engine_directory(base, engines, EngineLimits(LARGEST_BATCH, _CHUNK, capacity), [], weights="link", force=True)
 
 
-def write_answers(engines: Path, backend: str, texts: list[str], held_out: set, asking: Asking, to: Path) -> None:
+def answer_side_by_side(engines: Path, backend: str, gpu: str | None, held_out: set, shares: Sequence[Share]) -> None:
+    """In a process of its own, before it looks for a GPU: an engine for each of the `shares`. All are open, and have
+    captured their steps, before one of them answers: nothing else may use the GPU's memory while a step is captured."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    began = time.perf_counter()
+    with ExitStack() as stack, ThreadPoolExecutor(len(shares)) as pool:
+        opened = [stack.enter_context(LLM(engines, backend=backend, drafting=None)) for _ in shares]
+        for llm in opened:
+            llm.call(lambda runtime: runtime.capture_decoding_cuda_graph()).result()
+        print(f"{len(opened)} engines opened in {time.perf_counter() - began:.1f} s", flush=True)
+        for each in [pool.submit(write_answers, *given, held_out) for given in zip(opened, shares, strict=True)]:
+            each.result()
+
+
+def write_answers(llm: LLM, share: Share, held_out: set) -> None:
     """Write a file of answers to prompts until the time is over, the count is reached, or no prompt is left, and print
     what came of it. Prompts that share a run of words with `held_out` are left out, those that the model writes too."""
-    part, began = to.with_name(to.name + ".part"), time.perf_counter()
-    with LLM(engines, backend=backend, drafting=None) as llm, part.open("w", encoding="utf-8") as file:
-        opened = time.perf_counter()
-        answers, written = _write_all(llm, texts, held_out, asking, file)
-        seconds, where = time.perf_counter() - opened, llm.backend_name
-    part.replace(to)
+    part, began = share.to.with_name(share.to.name + ".part"), time.perf_counter()
+    with part.open("w", encoding="utf-8") as file:
+        answers, written = _write_all(llm, share.texts, held_out, share.asking, file)
+    part.replace(share.to)
+    seconds = time.perf_counter() - began
     print(
-        f"answers: {answers:,} of {written:,} tokens, questions included: {written / seconds:,.0f} tokens/s; opened in "
-        f"{opened - began:.1f} s, answered in {seconds:.1f} s on {where}",
+        f"answers: {answers:,} of {written:,} tokens, questions included: {written / seconds:,.0f} tokens/s; "
+        f"answered in {seconds:.1f} s on {llm.backend_name}",
         flush=True,
     )
 

@@ -2,12 +2,14 @@
 
 Usage: python -m tools.heads.train_eagle3 BASE TO --prompts FILE.jsonl.xz --held-out FILE ... --work DIR
        [--answer-minutes 4] [--train-minutes 4] [--draft-vocabulary 8192] [--inner COLUMNS] [--answers FILE]
+       [--processes 3 --engines 4 --gpus 0 1] [--minutes 7]
 
 BASE is a checkpoint as published (config.json, tokenizer, safetensors) or a GGUF file, TO the folder of the head:
 `edgellm build BASE DIR --draft TO`. Prompts are those of `tools.heads.prompts`; what is held out (JSON lines with
 `turns`) is never asked, not by the model itself either. Answers are made by this runtime, on a GPU where there is one,
-in a process of their own; training takes PyTorch and transformers. All of it is recorded in TO/training.json: the
-command, times, the log, digests.
+in processes of their own, each with some engines side by side: a step of a small model leaves most of a GPU free.
+Training takes PyTorch and transformers; with `--minutes` it lasts as long as the answers leave of these. All of it is
+recorded in TO/training.json: the command, times, the log, digests.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 from tools.bench.provenance import provenance
 from tools.bench.published_quality import as_checkpoint
-from tools.heads.answers import build_engines, read_documents, write_answers
+from tools.heads.answers import Share, answer_side_by_side, build_engines, read_documents
 from tools.heads.prompts import held_out_runs, read_lines
 from tools.heads.settings import Asking, Course
 
@@ -59,6 +61,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--answers", type=Path, help="take the answers of this file, and ask nothing")
     parser.add_argument("--backend", default="auto", help="of the answers")
     parser.add_argument("--processes", type=int, default=1, help="that answer side by side")
+    parser.add_argument("--engines", type=int, default=1, help="of each of these processes")
+    parser.add_argument("--gpus", nargs="+", help="of the processes in turn, as CUDA_VISIBLE_DEVICES names them")
+    parser.add_argument("--minutes", type=float, default=0.0, help="of all: training has what answers leave, if more")
     parser.add_argument("--draft-vocabulary", type=int, default=8192)
     parser.add_argument("--inner", type=int, help="inner columns of the head [default: four times its width]")
     defaults = {**asdict(Asking()), **asdict(Course())}
@@ -78,24 +83,28 @@ def chosen(kind: Any, arguments: argparse.Namespace) -> Any:
 
 def make_answers(arguments: argparse.Namespace, base: Path) -> Path:
     """Answer the prompts in processes of their own, which leave the GPU's memory to the training."""
-    count, asking = arguments.processes, chosen(Asking, arguments)
+    count, asking = arguments.processes * arguments.engines, chosen(Asking, arguments)
     asking = replace(asking, answer_count=-(-asking.answer_count // count))
     texts = [line["prompt"] for line in read_lines(arguments.prompts)]
     held_out, engines = held_out_runs(arguments.held_out), arguments.work / "engines"
     build_engines(base, engines, asking)
     parts = [arguments.work / f"answers-{number}.jsonl" for number in range(count)]
-    context, processes = multiprocessing.get_context("spawn"), []
+    shares = []
     for number, part in enumerate(parts):
-        own = replace(asking, seed=asking.seed + number)
-        given = (engines, arguments.backend, texts[number::count], held_out, own, part)
-        processes.append(context.Process(target=write_answers, args=given))
+        part.unlink(missing_ok=True)
+        shares.append(Share(texts[number::count], replace(asking, seed=asking.seed + number), part))
+    context, processes = multiprocessing.get_context("spawn"), []
+    for number in range(arguments.processes):
+        gpu = arguments.gpus[number % len(arguments.gpus)] if arguments.gpus else None
+        given = (engines, arguments.backend, gpu, held_out, shares[number :: arguments.processes])
+        processes.append(context.Process(target=answer_side_by_side, args=given))
         processes[-1].start()
     for process in processes:
         process.join()
-    whole = [part for part, process in zip(parts, processes, strict=True) if not process.exitcode]
-    print(f"{len(whole)} of {count} processes answered", flush=True)  # one that failed has said why
+    whole = [part for part in parts if part.exists()]
+    print(f"{len(whole)} of {count} engines answered", flush=True)  # one that failed has said why
     if not whole:
-        raise SystemExit("there are no answers: every process failed")
+        raise SystemExit("there are no answers: every engine failed")
     answers = arguments.work / "answers.jsonl"
     answers.write_text("".join(part.read_text(encoding="utf-8") for part in whole), encoding="utf-8")
     return answers
@@ -116,6 +125,8 @@ def main(given: Sequence[str] | None = None) -> None:
     from tools.heads.training import train_head  # loads PyTorch, which the processes that answer need not
 
     course, sizes = chosen(Course, arguments), (arguments.draft_vocabulary, arguments.inner)
+    left = arguments.minutes - (answered - began) / 60
+    course = replace(course, train_minutes=max(course.train_minutes, left))
     record |= {
         "asking": asdict(chosen(Asking, arguments)),
         "course": asdict(course),

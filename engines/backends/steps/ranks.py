@@ -15,6 +15,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import READS, AddResidual, Assemble, Keep, Reduce, SquareSums, Step
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
+from edgellm.kernels.recurrent.contract import group_refusal
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,19 @@ class SumOfRanks(Implementation[SumRanks]):
 
 
 class SquaresOfParts(Implementation[SquareSums]):
-    """Adds the squares of parts of rows."""
+    """Adds the squares of parts of rows, or of one behind its gate."""
 
     def refusal(self, step: SquareSums, program: Program, limit: int) -> str | None:
+        if step.gate is not None:
+            return group_refusal(sum(step.widths))
         eights = len(step.widths) <= MAX_PARTS and not any(width % 8 for width in step.widths)
         return None if eights else f"up to {MAX_PARTS} parts have squares, of widths in eights, not {step.widths}"
 
     def launches(self, step: SquareSums, run: Launching, next_early: bool) -> list[Any]:
+        if step.gate is not None:
+            value, gate, squares = map(run.sequences, (step.value, step.gate, step.output))
+            place = step.counted.index(True)
+            return [run.kernels.recurrent.gated_part(value, gate, step.first, place, None, squares, None)]
         values, ends = run.array(step.value), accumulate(step.widths)
         parts = [
             NormedInput(values, None, first=end - width, width=width)

@@ -75,13 +75,14 @@ class NormGated(_OwnDtype):
 
     def launches(self, step: GatedNorm, run: Launching, next_early: bool) -> list[Any]:
         of_norm = run.array(step.norm.weight.name), step.norm.epsilon, step.first
-        value, gate, output = map(run.sequences, (step.value, step.gate, step.output))
+        (value, gate, output), kernels = map(run.sequences, (step.value, step.gate, step.output)), run.kernels.recurrent
+        if step.squares is not None:
+            place, whole = step.shared
+            of_part, squares = contract.PartNorm(*of_norm[:2], whole), run.sequences(step.squares)
+            return [kernels.gated_part(value, gate, step.first, place, of_part, squares, output)]
         if step.gates_first:
-            return [
-                run.kernels.recurrent.gated_group_norm(value, gate, contract.GroupNorm(*of_norm, step.heads), output)
-            ]
-        norm = contract.GatedHeadNorm(*of_norm)
-        return [run.kernels.recurrent.gated_norm(value, gate, norm, output)]
+            return [kernels.gated_group_norm(value, gate, contract.GroupNorm(*of_norm, step.heads), output)]
+        return [kernels.gated_norm(value, gate, contract.GatedHeadNorm(*of_norm), output)]
 
 
 def _nodes(program: Program) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from absent_gpu import Module, prepare
-from decode_models import FAMILIES, LLAMA, MIXED, RECURRENT, SCALED, TREE, computed, random_model
+from decode_models import FAMILIES, LLAMA, MIXED, RECURRENT, SCALED, TREE, computed, random_adapters, random_model
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
 from edgellm.engines.backends.numpy_ranks import piece, put_back
@@ -20,7 +20,7 @@ from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig, Mixture
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.sharding import sharded
+from edgellm.engines.model.sharding import UNIT, Share, sharded
 from edgellm.engines.model.states import is_recurrent
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -43,7 +43,7 @@ SHARED = [
 #: Experts that ranks have some of, in rows of few and of many experts, with biases, and beside one of all tokens.
 MIXTURES = ["qwen3_moe", "gpt_oss", "shared_expert", "latent_experts"]
 #: Convolutions, delta rules and state spaces, of which ranks have heads; norms of groups behind these.
-STATES = ["short_convolutions", "gated_delta_nets", "state_spaces", "lone_parts", "qwen3_5_moe"]
+STATES = ["short_convolutions", "gated_delta_nets", "state_spaces", "spaces_of_one_group", "lone_parts", "qwen3_5_moe"]
 SHARING = Mixture(6, 2, 24, shared_size=48)
 EVERY = FAMILIES | SCALED | RECURRENT | MIXED | {"shared_expert": replace(LLAMA, mixture=SHARING)}
 EVERY["qwen3_5_moe"] = replace(EVERY["qwen3_5_moe"], mixture=SHARING)
@@ -57,7 +57,9 @@ def together(count: int, run: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(run, range(count)))
 
 
-def launched(config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray], ranks: int, way: type) -> Any:
+def launched(
+    config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray], ranks: int, way: type, unit: int = UNIT
+) -> Any:
     """What engines of ranks compute, each of its parts alone: outputs of the first, or of those who have them, and
     states."""
     exchange, program = Exchange(ranks), model_program(config, shape)
@@ -65,8 +67,9 @@ def launched(config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.
     whole |= {name: np.full(size, np.nan, np.float32) for name, (size, _) in program.outputs.items()}
 
     def run(number: int) -> None:
-        rank, cuts = Rank(number, exchange), sharded(program, number, ranks).cuts
-        engine = numpy_kernel_engine(config, shape, way, None, (number, ranks), NumpyRank(number, rank.all))
+        rank, share = Rank(number, exchange), Share(number, ranks, unit)
+        cuts = sharded(program, *share).cuts
+        engine = numpy_kernel_engine(config, shape, way, None, share, NumpyRank(number, rank.all))
         given = arrays | whole
         own = {name: piece(given[name], cuts[name]) if name in cuts else given[name] for name in given}
         bound = {name: array.copy() for name, array in own.items() if name != "logits"}
@@ -116,10 +119,40 @@ def test_a_step_of_ranks_is_what_operations_compute_of_the_whole(family: str, ph
         arrays["last_token_ids"] = np.array([[length - 3]], np.int32)
     program = model_program(config, shape)
     arrays |= {name: array for name, array in states_of(program).items() if name in program.edge}
-    found = launched(config, shape, arrays, 2, way)
+    found = launched(config, shape, arrays, 4 if family == "lone_parts" else 2, way)
     expected = computed(config, shape, arrays)
     for name in (*program.outputs, *program.states):
         np.testing.assert_allclose(found[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("family", "inner", "unit"), [("qwen3", 160, 32), ("shared_expert", 48, 16)])
+def test_columns_between_layers_are_shared_in_whole_groups(family: str, inner: int, unit: int) -> None:
+    """Of an odd number of groups one rank has one more."""
+    config, shape = replace(EVERY[family], intermediate_size=inner), EngineShape("decode", 2, 1, 48, 48, 1)
+    arrays, program = random_model(config, 2, 48, [5, 0]), model_program(config, shape)
+    cuts = [sharded(program, rank, 2, unit).cuts for rank in range(2)]
+    (down,) = {
+        name for name in cuts[0] if "layers.0" in name and name.endswith("down_proj.weight") and cuts[0][name].axis
+    }
+    assert [cut[down].ranges for cut in cuts] == [
+        ((0, inner // unit // 2 * unit),),
+        ((inner // unit // 2 * unit, inner),),
+    ]
+    found, expected = launched(config, shape, arrays, 2, FewRows, unit), computed(config, shape, arrays)
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "short_convolutions"])
+def test_adapters_of_ranks_change_what_those_of_the_whole_do(family: str) -> None:
+    """Of one fused layer, too, whose rows a rank has in several ranges."""
+    shape, config = replace(EngineShape("decode", 3, 1, 48, 48, 1), lora_slots=2, lora_rank=8), EVERY[family]
+    arrays, program = random_model(config, 3, 48, [5, 0, 19]), model_program(config, shape)
+    arrays |= {name: array for name, array in states_of(program).items() if name in program.edge}
+    arrays |= random_adapters(config, [1, None, 0], 2, 8)
+    expected, plain = computed(config, shape, arrays), computed(config, replace(shape, lora_slots=0), arrays)
+    found = launched(config, shape, arrays, 2, FewRows)
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=5e-5, rtol=5e-5)
+    assert [np.abs(own).max() > 0.1 for own in expected["logits"] - plain["logits"]] == [True, False, True]
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])

@@ -173,7 +173,7 @@ def test_attention(
     for index in np.ndindex(mask.shape):
         b, _, t, j = index
         mask[index] = MASKS[mask_name](b, t, j)
-    found = operations.attention(query, keys, values, mask, Scoring(size**-0.5))
+    found = operations.attention(query, (keys, values), mask, Scoring(size**-0.5))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, reference_attention(query, keys, values, mask), atol=1e-5)
 
@@ -181,7 +181,7 @@ def test_attention(
 def test_attention_with_large_scores(operations: NumpyOperations) -> None:
     query, keys, values = normal(1, 2, 3, 4) * 1e4, normal(1, 1, 8, 4) * 100, normal(1, 1, 8, 4)
     mask = np.ones((1, 1, 3, 8), bool)
-    found = operations.attention(query, keys, values, mask, Scoring(0.5))
+    found = operations.attention(query, (keys, values), mask, Scoring(0.5))
     np.testing.assert_allclose(found, reference_attention(query, keys, values, mask), atol=1e-5)
 
 
@@ -189,7 +189,7 @@ def test_a_mask_that_hides_everything_is_an_error(operations: NumpyOperations) -
     for tokens in (1, 2):
         mask = np.zeros((1, 1, tokens, 8), bool)
         with pytest.raises(EngineError, match="hides every key"):
-            operations.attention(normal(1, 2, tokens, 4), normal(1, 1, 8, 4), normal(1, 1, 8, 4), mask, Scoring(0.5))
+            operations.attention(normal(1, 2, tokens, 4), [normal(1, 1, 8, 4)] * 2, mask, Scoring(0.5))
 
 
 def test_an_input_that_was_filled_anew_is_read_anew() -> None:
@@ -199,7 +199,7 @@ def test_an_input_that_was_filled_anew_is_read_anew() -> None:
     for length in (3, 5, 2, 8):
         mask[...] = np.arange(8) < length
         bound = operations.input("attention_mask", (1, 1, 1, 8), "bool")
-        found = operations.attention(query, keys, values, bound, Scoring(0.5))
+        found = operations.attention(query, (keys, values), bound, Scoring(0.5))
         np.testing.assert_allclose(found, reference_attention(query, keys, values, mask), atol=1e-6)
         cos_sin[...] = length
         bound = operations.input("rope_rotary_cos_sin", (1, 1, 4), "compute")
@@ -348,7 +348,7 @@ def test_attention_of_all_rows_to_each_other(
     elif hidden == "some":
         row[..., 1::2] = False
         row[0, ..., tokens - 1] = True
-    found = operations.attention(query, keys, values, None if hidden == "absent" else row, Scoring(6**-0.5))
+    found = operations.attention(query, (keys, values), None if hidden == "absent" else row, Scoring(6**-0.5))
     mask = np.broadcast_to(row, (batch, 1, tokens, tokens))
     np.testing.assert_allclose(found, reference_attention(query, keys, values, mask), atol=1e-5)
 
@@ -362,6 +362,6 @@ def test_masks_of_several_kinds_take_turns(operations: NumpyOperations) -> None:
     apart = np.ascontiguousarray(x.reshape(2, 2, 4, 6))
     for _ in range(2):
         for tensor, mask in ((x, whole), (apart, windows)):
-            found = operations.attention(tensor, tensor, tensor, mask, Scoring(6**-0.5))
+            found = operations.attention(tensor, (tensor, tensor), mask, Scoring(6**-0.5))
             wide = np.broadcast_to(mask, (tensor.shape[0], 1, tensor.shape[2], tensor.shape[2]))
             np.testing.assert_allclose(found, reference_attention(tensor, tensor, tensor, wide), atol=1e-5)

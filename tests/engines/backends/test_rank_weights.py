@@ -193,19 +193,23 @@ def test_columns_in_another_order_are_not_shared() -> None:
         columns_of(stored(weight), 0, 32)
 
 
-@pytest.mark.parametrize(("name", "takes"), [("awq_group32", False), ("gptq_v2_desc_act", False), ("ct_nvfp4", True)])
-def test_packed_weights_that_gpus_cannot_share_are_refused_by_name(name: str, takes: bool) -> None:
-    """Groups of 32 of 96 columns, and an act order; groups of 16 are cut."""
+@pytest.mark.parametrize(
+    ("name", "count", "takes"),
+    [("awq_group32", 2, True), ("awq_group32", 4, False), ("gptq_v2_desc_act", 2, False), ("ct_nvfp4", 4, True)],
+)
+def test_packed_weights_that_gpus_cannot_share_are_refused_by_name(name: str, count: int, takes: bool) -> None:
+    """Groups of 32 of the 64 columns of all heads, and an act order; of an MLP's 96 columns a rank may have more
+    groups than another."""
     with Checkpoint.open(golden_folder("quantized") / name) as checkpoint:
         config = decoder_config(checkpoint.config, checkpoint.generation_config)
         layouts = packed_layouts(checkpoint, decoder_weights(config), "float16")
     directory: Any = SimpleNamespace(config=config, limits=EngineLimits(), dtype="float16", draft=None)
     if not takes:
         with pytest.raises(EngineError, match=r"_proj\.weight \(int4, .*\) cannot be shared by GPUs: one would have"):
-            RankWeights(directory, 2, layouts)
+            RankWeights(directory, count, layouts)
         return
-    parts = RankWeights(directory, 2, layouts)
-    for rank in range(2):
+    parts = RankWeights(directory, count, layouts)
+    for rank in range(count):
         for weight, layout in parts.layouts[rank].items():
             assert isinstance(layout, DeviceLayout) and (layout.rows, layout.columns) == parts._shape(rank, weight)
 

@@ -16,9 +16,9 @@ from gpu_device import device_copy
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import packed_copy, random_packed
 
+from edgellm.engines.backends.cuda_backend import CODE
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.steps.table import kernel_choice

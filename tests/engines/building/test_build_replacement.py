@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from build_folders import names_in, run_python
@@ -15,6 +16,7 @@ from small_disk import fill, mounted
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError
+from edgellm.engines.formats.staged_directory import StagedDirectory
 from edgellm.engines.model.limits import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
@@ -106,11 +108,38 @@ def test_leftovers_of_a_killed_build_are_removed_and_those_of_a_living_one_kept(
     for path in (dead, living):
         path.mkdir()
         (path / "model.safetensors").write_text("half of it")
+    of_others = tmp_path / ".engines.partial-notes"
+    of_others.mkdir()
+    (of_others / "diary.txt").write_text("dear diary")
     descriptor = os.open(living, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     build_engine_directory(checkpoint, tmp_path / "engines", limits)
-    assert names_in(tmp_path) == {"engines", living.name}
+    assert names_in(tmp_path) == {"engines", living.name, of_others.name}
+    assert names_in(of_others) == {"diary.txt"}
     os.close(descriptor)
+
+
+def test_a_directory_is_not_taken_for_an_abandoned_one_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that begin at once: the second one looks around between two steps of the first."""
+    mkdir, made = Path.mkdir, list[Path]()
+
+    def interrupted(path: Path, *arguments: Any, **options: Any) -> None:
+        mkdir(path, *arguments, **options)
+        if ".partial-" in path.name:
+            made.append(path)
+            if len(made) == 1:
+                with StagedDirectory(tmp_path / "engines") as second:
+                    assert second.path.is_dir()
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with StagedDirectory(tmp_path / "engines") as first:
+        assert not made[0].exists() and first.path.is_dir()
+        with StagedDirectory(tmp_path / "engines") as third:
+            assert third.path.is_dir() and first.path.is_dir()
+        first.commit(replace=False)
+    assert names_in(tmp_path) == {"engines"}
 
 
 @pytest.fixture

@@ -123,6 +123,16 @@ def test_optional_files_come_along_and_others_stay(own_checkpoint: Path, limits:
         EngineDirectory.open(tmp_path / "engines")
 
 
+def test_a_directory_of_files_with_odd_names_opens(own_checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
+    file, name = own_checkpoint / "model.safetensors", "Ünsloth merged (1 of 1).safetensors"
+    index = {"weight_map": dict.fromkeys(load_file(file), name)}
+    file.rename(own_checkpoint / name)
+    (own_checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    for weights in ("copy", "link"):
+        build_engine_directory(own_checkpoint, tmp_path / weights, limits, weights=weights)
+        assert name in EngineDirectory.open(tmp_path / weights).files
+
+
 def test_float32_checkpoint_computes_in_float16_unless_told(
     own_checkpoint: Path, limits: EngineLimits, tmp_path: Path
 ) -> None:

@@ -70,6 +70,8 @@ def test_kernels_are_compiled_once_for_all_boards(plain_directory: Path, compile
     assert read_manifest(plain_directory / "kernels" / "sm_87-cuda13.0") == built.manifest
     assert len(compiled) == len({module.source for module in built.manifest.modules}) > 20
     assert built.manifest.multiprocessors == (4, 8, 14, 16)
+    files = [module.file for module in built.manifest.modules]
+    assert files == sorted(files)
     # What is bound to the directory stays.
     assert directory.description_sha256 == before.description_sha256
     assert replace(directory, kernels={}).limits == before.limits

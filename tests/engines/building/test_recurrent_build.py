@@ -12,8 +12,8 @@ from tiny_families import RECURRENT
 from tiny_multimodal import FAMILIES
 
 from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.needed_kernels import planned_engines
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.compiler import compile_module

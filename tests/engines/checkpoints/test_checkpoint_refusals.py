@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -135,8 +136,12 @@ def test_unread_quantization_is_refused_by_name(write: Callable[..., Path]) -> N
     (directory / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
     message = refusal(directory)
     assert "quantization_config" in message and "'bitsandbytes'" in message and "unquantized checkpoint" in message
-    (directory / "config.json").write_text('{"quantization_config": null}')
-    Checkpoint.open(directory).close()
+    off = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}
+    for unpacked in (None, off):
+        (directory / "config.json").write_text(json.dumps({"quantization_config": unpacked}))
+        Checkpoint.open(directory).close()
+    (directory / "config.json").write_text(json.dumps({"quantization_config": off | {"load_in_8bit": True}}))
+    assert "'bitsandbytes'" in refusal(directory)
 
 
 def test_no_directory_and_no_weights(directory: Path) -> None:

@@ -60,7 +60,9 @@ def test_llama_2_has_no_newer_fields() -> None:
     old = without(
         LLAMA_3_2, "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "attention_bias", "mlp_bias"
     )
-    config = decoder_config(without(old, "tie_word_embeddings") | {"pretraining_tp": 1, "eos_token_id": 2})
+    config = decoder_config(
+        without(old, "tie_word_embeddings") | {"pretraining_tp": 2, "eos_token_id": 2}
+    )  # as Llama 2 13B's: of training alone
     assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rope_scaling) == (32, 64, 10000.0, None)
     assert (config.tie_word_embeddings, config.eos_token_ids) == (False, (2,))
 
@@ -111,6 +113,8 @@ def test_dtype_comes_from_the_tensors_where_the_configuration_has_none() -> None
     assert decoder_config(bare, dtype="float16").dtype == "float16"
     assert decoder_config(QWEN2_5, dtype="float16").dtype == "bfloat16"
     assert decoder_config(bare | {"dtype": "float32"}).dtype == "float32"
+    assert decoder_config(bare | {"dtype": "torch.float16"}, dtype="bfloat16").dtype == "float16"
+    assert decoder_config(bare | {"dtype": "auto"}, dtype="float16").dtype == "float16"
     with pytest.raises(CheckpointError, match=r"dtype .* is missing"):
         decoder_config(bare)
     with pytest.raises(UnsupportedModelError, match='dtype is "int8", supported are float16, bfloat16, float32'):
@@ -154,7 +158,6 @@ def test_names_that_say_nothing(change: dict, error: type[Exception], message: s
     [
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", supported is silu'),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
         (
             {"layer_types": ["full_attention", "chunked_attention"]},
             "layer_types has chunked_attention, supported are full_attention and sliding_attention",

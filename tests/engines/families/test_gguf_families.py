@@ -138,6 +138,25 @@ def test_starcoder2_has_its_window_where_files_do_not_say_it(tmp_path: Path) -> 
     assert (config.sliding_window, set(config.layer_kinds)) == (4096, {"window"})
 
 
+def _first_files(tmp_path: Path, name: str, lacks: tuple[str, ...]) -> dict[str, Any]:
+    """What the configuration says of a golden model whose file lacks keys, as those of the first converters do."""
+    kind = ARCHITECTURES[name]
+    file = write_model(GOLDENS / name, tmp_path / "model.gguf", more={f"{kind}.{key}": None for key in lacks})
+    return model_config(open_split(file))
+
+
+def test_gemma2_has_its_window_and_bounds_where_the_first_files_do_not_say_them(tmp_path: Path) -> None:
+    lacks = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+    config = decoder_config(_first_files(tmp_path, "gemma2", lacks))
+    assert (config.sliding_window, config.scores_cap, config.logits_cap) == (4096, 50, 30)
+
+
+def test_minicpm_has_its_scales_where_the_first_files_do_not_say_them(tmp_path: Path) -> None:
+    config = decoder_config(_first_files(tmp_path, "minicpm", ("embedding_scale", "residual_scale", "logit_scale")))
+    scales = config.embedding_scale, config.residual_scale * config.num_layers**0.5, config.logits_scale
+    assert scales == pytest.approx((12, 1.4, 256 / config.hidden_size))
+
+
 def _minimal(tmp_path: Path, tensors: dict[str, Any] | None = None, **changed: Any) -> Path:
     """A Llama of one layer without tensors but the embedding."""
     own = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 8, "context_length": 64}
@@ -164,6 +183,12 @@ def test_what_files_leave_out_and_numbers_as_they_were_meant(tmp_path: Path) -> 
         "dtype": "float32",
         "rope_parameters": {"rope_theta": 10000.0},
     }
+
+
+@pytest.mark.parametrize("key", ["scaling__factor", "scale_linear"])
+def test_a_factor_alone_is_that_of_positions(tmp_path: Path, key: str) -> None:
+    config = model_config(open_split(_minimal(tmp_path, **{f"llama__rope__{key}": 8.0})))
+    assert config["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "linear", "factor": 8.0}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from edgellm import LLM
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_ranks import NumpyRanks, RankedEngine
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import DeviceLostError, EngineError
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.decoder import decoder_program
@@ -119,7 +119,8 @@ def test_experts_are_whole_and_their_sums_are_parts() -> None:
 @pytest.mark.parametrize("phase", ["decode", "verify", "prefill"])
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [*((name, 2) for name in (*RECURRENT, "latent_experts")), ("gated_delta_nets", 4), ("short_convolutions", 4)],
+    [*((name, 2) for name in (*RECURRENT, "latent_experts")), ("gated_delta_nets", 4), ("short_convolutions", 4)]
+    + [("state_spaces", 4), ("spaces_of_one_group", 4), ("lone_parts", 4)],
 )
 def test_states_of_recurrent_layers_are_shared_and_lie_as_those_of_one(family: str, ranks: int, phase: str) -> None:
     """And what steps keep for their commit; key heads that several ranks have are written by each, alike. So are rows
@@ -144,12 +145,6 @@ def test_states_of_recurrent_layers_are_shared_and_lie_as_those_of_one(family: s
         np.testing.assert_allclose(bound[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
 
 
-def test_norms_of_all_heads_of_a_state_space_are_refused() -> None:
-    config = replace(RECURRENT["state_spaces"], delta_heads=(1, 4, 24, 16))
-    with pytest.raises(EngineError, match="the step GatedNorm to recalled cannot be shared by 2 GPUs"):
-        NumpyRanks(2, config)
-
-
 def test_adapters_are_shared_as_their_layers_are(make_adapter: Callable[..., Path], tmp_path: Path) -> None:
     sequences = Sequences(GOLDENS / "qwen3")
     folder = make_adapter(tmp_path / "own", sequences.config, 3, 4)
@@ -167,6 +162,12 @@ def test_what_cannot_be_shared_is_refused_by_name(name: str, ranks: int, reason:
         NumpyRanks(ranks, Sequences(GOLDENS / name).config)
 
 
+def test_each_rank_has_an_expert() -> None:
+    config = replace(MIXED["qwen3_moe"], mixture=replace(MIXED["qwen3_moe"].mixture, experts=3))
+    with pytest.raises(EngineError, match="the 3 experts of a mixture cannot be shared by 4 GPUs: take fewer GPUs"):
+        NumpyRanks(4, config)
+
+
 def test_a_rank_that_fails_ends_the_model_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(backend="numpy", gpus=2, drafting=None) as llm:
         before = llm.generate("The red cup", max_tokens=4).token_ids
@@ -180,10 +181,10 @@ def test_a_rank_that_fails_ends_the_model_and_is_named(monkeypatch: pytest.Monke
             run(engine)
 
         monkeypatch.setattr(RankedEngine, "enqueue", fail)
-        with pytest.raises(EngineError, match="rank 1 of 2 failed: its memory is gone"):
+        with pytest.raises(DeviceLostError, match="rank 1 of 2 failed: its memory is gone"):
             llm.generate("The red cup", max_tokens=4)
         monkeypatch.setattr(RankedEngine, "enqueue", run)
-        with pytest.raises(EngineError, match="rank 1 of 2 failed"):  # and not with what others have left behind
+        with pytest.raises(DeviceLostError, match="rank 1 of 2 failed"):  # and not with what others have left behind
             llm.generate("The blue cup", max_tokens=4)
     with LLM(backend="numpy", gpus=2, drafting=None) as llm:
         assert llm.generate("The red cup", max_tokens=4).token_ids == before

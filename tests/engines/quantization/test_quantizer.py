@@ -280,6 +280,31 @@ def test_what_others_put_into_the_folder_of_the_work_stays(
     assert [path.name for path in work.iterdir()] == ["notes.txt"]
 
 
+def test_a_kill_while_the_work_is_removed_hinders_nobody(
+    make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
+    interrupted(source, target)
+    iterdir, unlink = Path.iterdir, Path.unlink
+    unlinked: list[Path] = []
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == ".target.quantizing":
+            unlinked.append(path)
+            if len(unlinked) == 3:
+                raise Stop
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        # A folder's order is the file system's: here the first file may be any.
+        patch.setattr(Path, "iterdir", lambda path: iter(sorted(iterdir(path))))
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(Stop):
+            quantize_checkpoint(source, target, INT4, TEXTS, restart=True)
+    quantize_checkpoint(source, target, INT4, TEXTS)
+    assert not (tmp_path / ".target.quantizing").exists()
+
+
 def test_two_processes_do_not_share_the_work(make_checkpoint: Make, tmp_path: Path) -> None:
     source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
     interrupted(source, target)

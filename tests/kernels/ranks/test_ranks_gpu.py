@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import DeviceLostError
 from edgellm.kernels.gpu import visible_gpus
 from edgellm.kernels.ranks.launcher import CudaRank
 from tools.bench.rank_speed import Ranks, opened_ranks
@@ -134,9 +134,9 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(size: int) -> None
         step()
         ranks.devices[0].synchronize()
         assert 0.2 < time.monotonic() - before < 5
-        with pytest.raises(EngineError, match=r"rank 1 of 3 \(GPU 0\) has failed: rank 0 waited 0.3 s for what it"):
+        with pytest.raises(DeviceLostError, match=r"rank 1 of 3 \(GPU 0\) has failed: rank 0 waited 0.3 s for what it"):
             ranks.memory.check()
-        with pytest.raises(EngineError, match=r"rank 1 of 3 .* Open the model anew"):  # and no one waits again
+        with pytest.raises(DeviceLostError, match=r"rank 1 of 3 .* Open the model anew"):  # and no one waits again
             step()
 
 

@@ -17,6 +17,7 @@ from edgellm.kernels.recurrent.contract import (
     GroupNorm,
     LayerColumns,
     LayerMatrices,
+    PartNorm,
     convolution_refusal,
     delta_refusal,
 )
@@ -186,6 +187,24 @@ def test_columns_are_the_last_inputs_of_the_accepted_nodes(rng) -> None:
     np.testing.assert_array_equal(layer.columns[2], columns[2])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_norm_their_columns_of_a_part_by_the_squares_of_all(rng, dtype) -> None:
+    """Of two parts of four ranks, each of which has half of one."""
+    value, gate, weight = noise(rng, 2, 3, 96), noise(rng, 2, 3, 105, dtype=dtype), noise(rng, 96, dtype=dtype)
+    whole = GroupNorm(weight, 1e-5, 5, 2)
+    *_, expected = twin_run("gated_group_norm", value, gate, whole, noise(rng, 2, 3, 96, dtype=dtype))
+    squares, found = np.zeros((2, 3, 8), np.float32), []
+    shares = [(value[..., 24 * rank : 24 * rank + 24].copy(), 5 + 24 * rank, rank // 2) for rank in range(4)]
+    for own, *part in shares:
+        squares += twin_run("gated_part", own, gate, *part, None, np.full_like(squares, np.nan), None)[5]
+    for rank, (own, *part) in enumerate(shares):
+        norm = PartNorm(weight[24 * rank : 24 * rank + 24].copy(), 1e-5, 48)
+        found.append(twin_run("gated_part", own, gate, *part, norm, squares, np.zeros(own.shape, weight.dtype))[6])
+    found = float32_of(np.concatenate(found, axis=-1))
+    np.testing.assert_allclose(found, float32_of(expected), rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6)
+    assert not squares[..., 2:].any()
+
+
 @pytest.mark.parametrize("size", [1, 8, 24, 63, 64, 65, 128, 200, 256])
 def test_sums_are_those_of_the_products(rng, size) -> None:
     x, y = noise(rng, 3, size), noise(rng, 3, size)
@@ -267,6 +286,10 @@ def test_arguments_that_do_not_fit_are_refused(rng) -> None:
     refused("separate_gates", [value, heads, noise(rng, 1, 1, 40)], "qkv has 40 columns; expected 32")
     refused("sigmoid_gate", [value, heads._replace(heads=3), noise(rng, 1, 1, 16)], "value has 48 columns; expected 3")
     refused("gated_norm", [value, value, GatedHeadNorm(noise(rng, 8), 1e-6, 1), value], "gates of 48 columns from 1 on")
+    squares, norm = noise(rng, 1, 1, 8), PartNorm(noise(rng, 48), 1e-6, 47)
+    refused("gated_part", [value, value, 0, 8, None, squares, None], "a sum of squares at 8 of 8")
+    refused("gated_part", [value, value, 0, 1, norm, squares, value], "a norm of 47 columns; expected at least the 48")
+    refused("gated_part", [value, value, 0, 1, norm._replace(whole=96), squares, None], "and an output")
     refused("gated_norm", [value, value, GatedHeadNorm(noise(rng, 7), 1e-6, 0), value], "expected those of heads of 7")
 
 

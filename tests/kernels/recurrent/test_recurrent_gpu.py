@@ -26,6 +26,7 @@ from edgellm.kernels.recurrent.contract import (
     GroupNorm,
     LayerColumns,
     LayerMatrices,
+    PartNorm,
 )
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
@@ -111,6 +112,10 @@ def test_norms_behind_gates_have_their_twins_bits(gpu, rng, columns, groups, dty
     value, gate = noise(rng, 2, 3, columns), noise(rng, 2, 3, columns + 9, dtype=dtype)
     norm = GroupNorm(noise(rng, columns, dtype=compute), 1e-5, 5, groups)
     assert_twins_bits(gpu, "gated_group_norm", value, gate, norm, noise(rng, 2, 3, columns, dtype=compute))
+    part, squares = (5, groups - 1), abs(noise(rng, 2, 3, 8)) * columns  # the same of a part that ranks share
+    assert_twins_bits(gpu, "gated_part", value, gate, *part, None, noise(rng, 2, 3, 8), None)
+    of_part = PartNorm(norm.weight, 1e-5, 2 * columns)
+    assert_twins_bits(gpu, "gated_part", value, gate, *part, of_part, squares, noise(rng, 2, 3, columns, dtype=compute))
 
 
 def test_long_chunks_and_many_layers_equal_their_twins(gpu, rng) -> None:

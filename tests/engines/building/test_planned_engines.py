@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from decode_models import LLAMA
 
-from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import choose_limits
+from edgellm.engines.building.needed_kernels import planned_engines
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits

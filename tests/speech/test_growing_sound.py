@@ -1,0 +1,95 @@
+"""Sound that goes on: the features of the whole, of what is new alone."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from speech_models import CHECKPOINTS
+from synthetic_sound import RATE, sound
+
+from edgellm import LLM, SpeechStream
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.families.audio_encoders import read_audio
+from edgellm.engines.model.audio import AudioConfig
+from edgellm.errors import AudioError, ContextError
+from edgellm.multimodal import log_mel
+from edgellm.multimodal.log_mel import MelConfig, Sound, read_mel_config
+
+SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+
+
+def configs(name: str) -> tuple[MelConfig, AudioConfig]:
+    with closing(Checkpoint.open(CHECKPOINTS[name])) as checkpoint:
+        config = read_audio(checkpoint)
+    return read_mel_config(CHECKPOINTS[name], config), config
+
+
+@pytest.mark.parametrize("rate", [16000, 8000, 44100, 11025])
+@pytest.mark.parametrize("name", ["qwen3_asr", "voxtral", "qwen2_audio", "gemma4"])
+def test_a_growing_sound_has_the_features_of_the_whole(name: str, rate: int) -> None:
+    """To the bit, whatever the pieces are; a failure of one changes nothing."""
+    (mel, config), samples = configs(name), sound(4.7, rate)
+    samples[2 * rate : 3 * rate] = 0
+    growing, place, sizes = Sound(rate), 0, [1, 2, 399, 0, 1601, 7999, *[rate // 2] * 20]
+    for size in sizes:
+        growing, place = growing.followed_by(samples[place : place + size]), min(place + size, len(samples))
+        found, whole = growing.prepared(mel, config), Sound(rate, samples[:place]).prepared(mel, config)
+        assert (found.digests, found.frames, found.tokens) == (whole.digests, whole.frames, whole.tokens), size
+        if found.frames:
+            np.testing.assert_array_equal(found.features(0, len(found.frames)), whole.features(0, len(whole.frames)))
+        with pytest.raises(AudioError):
+            growing.followed_by(np.float32([1, np.nan]))
+    assert growing.count == len(samples)
+
+
+@pytest.mark.parametrize("rate", [16000, 48000])
+def test_what_is_new_alone_is_measured_and_held(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    own = log_mel._measured
+
+    def counting(samples: bytes, mel: MelConfig) -> Any:
+        measured.append(len(samples) // 4)
+        return own(samples, mel)
+
+    monkeypatch.setattr(log_mel, "_measured", counting)
+    (mel, config), growing = configs("qwen3_asr"), Sound(rate)
+    second = np.random.default_rng(1).standard_normal(rate).astype(np.float32)
+    for _ in range(40):
+        measured.clear()
+        growing = growing.followed_by(second)
+        growing.prepared(mel, config)
+        assert sum(measured) < 2.1 * RATE and len(growing._tail) < 2.1 * rate
+    assert growing.count == 40 * rate
+
+
+def test_a_call_that_fails_has_heard_nothing(speech_engines: Path) -> None:
+    with LLM(speech_engines, backend="numpy", drafting=None) as llm:
+        calm, troubled = (SpeechStream(llm, RATE, "en", **SHORT) for _ in range(2))
+        for number in range(30):
+            piece = sound(1.0) * (1 + number % 3)
+            with pytest.raises(AudioError, match="infinite values or NaN"):
+                troubled.hear(np.full(100, np.nan))
+            try:
+                found = calm.hear(piece)
+            except ContextError:
+                with pytest.raises(ContextError):
+                    troubled.hear(piece)
+                break
+            assert troubled.hear(piece).response.token_ids == found.response.token_ids
+            if number % 7 == 0:  # a microphone that had nothing yet
+                assert troubled.hear(np.zeros(0, np.int16)).response.usage.prompt_tokens > 0
+                calm.hear(np.zeros(0, np.int16))
+        assert calm.seconds == troubled.seconds == number > 20
+        assert calm.finish().response.token_ids == troubled.finish().response.token_ids
+
+
+def test_what_a_stream_asks_for_in_vain_is_refused_before_anybody_speaks(speech_engines: Path) -> None:
+    with LLM(speech_engines, backend="numpy", drafting=None) as llm:
+        with pytest.raises(AudioError, match=r"the rate is 16000\.0 Hz"):
+            SpeechStream(llm, 16000.0)  # type: ignore[arg-type]
+        with pytest.raises(AudioError, match="there is no sound yet"):
+            SpeechStream(llm, RATE).finish()
