@@ -50,9 +50,6 @@ _BLOCK, _WARP, _HEADS, _NEW = fitted(_FITTED, "block", "warp", "heads", "new")
 _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = fitted(_FITTED, "merge", "merge_cluster", "merge_memory")
 _TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = fitted(_FITTED, "tile", "tile_64", "tile_work", "wait", "wait_ahead")
 _TELL, _IN_TURN, _NO_ROOM, _IDLE, _IDLE_WARP = fitted(_FITTED, "tell", "in_turn", "no_room", "idle", "idle_warp")
-#: Bytes of a multiprocessor that two blocks of the linear layer before have.
-_LAYER_BEFORE = 104_000
-(_LATE,) = fitted(_FITTED, "late")
 
 
 class _Attention(ctypes.Structure):
@@ -335,9 +332,6 @@ def _fastest(shape: AttentionShape, multiprocessors: int, limit: int, has_cluste
 
     def microseconds(geometry: AttentionGeometry) -> float:
         often = _microseconds(geometry, shape, usual, multiprocessors, limit)
-        fills = geometry.warps > _MOST_WARPS // 2 or geometry.shared_bytes(shape) > limit - _LAYER_BEFORE
-        if has_clusters and shape.tokens == 1 and shape.size > _MOST_OF_ONE_WARP and fills:
-            often += _LATE
         return often + _microseconds(geometry, shape, shape.most_keys, multiprocessors, limit) / 8
 
     return min(attention_geometries(shape, limit, has_clusters) or [_smallest(shape)], key=microseconds)

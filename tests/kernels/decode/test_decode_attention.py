@@ -147,10 +147,10 @@ def tiles_of_rounds(
     return found
 
 
-def test_steps_of_large_heads_leave_room_to_the_layer_before() -> None:
-    """Where kernels overlap: half of the registers; and parts of keys come at once, where there is memory for them."""
+def test_steps_of_large_heads_have_warps_for_all_tiles_of_a_window() -> None:
+    """Two spans a block of a cluster; and parts of keys come at once, where there is memory for them."""
     step = AttentionShape(1, 1, 8, 1, 256, 1088, window=512)
-    assert attention_geometry(step, device("h200")).warps == 4
+    assert attention_geometry(step, device("h200")).warps == 8
     whole = step._replace(size=512, window=0)
     assert [attention_geometry(whole, device(name)).in_turn for name in ("h200", "orin")] == [False, True]
     assert attention_geometry(whole._replace(int8=True), device("h200")).in_turn
