@@ -21,6 +21,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EdgeLLMError, EngineError, is_whole, require
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
+from edgellm.media.encoders import PreparedMedia
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots
 from edgellm.opened_model import OpenedModel
 from edgellm.prefilled import PrefilledStates
@@ -30,6 +31,7 @@ from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
+from edgellm.text.messages import media_of_prompt
 from edgellm.text.turns import OngoingConversation
 
 
@@ -75,6 +77,13 @@ class SpecDecodeRuntime(OpenedModel):
         """The tokens of a request's prompt, which fits the context. Any thread may call it."""
         self._open_runner()
         return self._preparation.prompt_ids(request)
+
+    def prepare_image(self, image: Any, channels: str) -> PreparedMedia:
+        """An image, prepared, which messages take in its place. Any thread may call it."""
+        self._open_runner()
+        assert self._media is not None  # of an open model
+        part = {"type": "image", "image": image, "channels": channels}
+        return self._media.prepare(media_of_prompt("image", [part]))[0]
 
     def count_tokens(self, request: Request) -> int:
         """How many tokens a request's prompt has, those of its images included. Any thread may call it."""

@@ -285,7 +285,8 @@ class Conversation(Generic[Growing, Answer]):
             begun, left = time.monotonic(), deadline
             for asked in range(1, max_answers + 1):
                 response = await _waited_for(fork.send(content, params, left, **options))
-                calls, known = response.tool_calls, all(each.name in functions for each in response.tool_calls)
+                calls = [each for each in response.tool_calls if each.complete]  # as the conversation has them
+                known = all(each.name in functions for each in calls)
                 if response.finish_reason != "tool_calls" or not known or asked == max_answers:
                     break
                 results = []

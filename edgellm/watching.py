@@ -112,9 +112,11 @@ class Watch(Closing, Iterator[WatchedAnswer]):
         self.cancelled = 0
         #: When was asked last, and when that frame was taken.
         self._asked_at, self._answered, self._asked = -math.inf, -math.inf, ""
-        #: Which part of a frame's pixels an image has (None: not decided yet); what the model saw last.
+        #: Which part of a frame's pixels an image has (None: not decided yet); the frame that was asked about last;
+        #: what the model saw last, with that frame's number, and the pixels to compare others with.
         self._share: float | None = None
-        self._shown = -1, np.empty(0, np.uint8)
+        self._seen: Frame | None = None
+        self._shown: tuple[int, Any, np.ndarray] = -1, None, np.empty(0, np.uint8)
         self._closed, self._owns = False, not isinstance(stream, Camera)
         self.camera = Camera(stream) if self._owns else stream
 
@@ -152,11 +154,11 @@ class Watch(Closing, Iterator[WatchedAnswer]):
     def _answer(self, frame: Frame, question: str) -> WatchedAnswer | None:
         """The answer about a frame; None for one that was cancelled."""
         camera, options = self.camera, self._options
-        shown, image = self._image_of(frame)
         self._asked_at = asked = time.perf_counter()
         self._answered, self._asked = frame.taken, question
+        shown, image = self._image_of(frame)
         if self._deadline is not None:
-            options = {**options, "deadline": self._deadline - (asked - frame.taken)}
+            options = {**options, "deadline": self._deadline - (time.perf_counter() - frame.taken)}
         messages = self._messages(image, frame, question)
         with self._llm.stream_chat(messages, self._params, self._adapter, **options) as generation:
             generation.on_change(camera.wake)
@@ -169,14 +171,19 @@ class Watch(Closing, Iterator[WatchedAnswer]):
         return WatchedAnswer(question, frame, shown, asked, time.perf_counter(), response)
 
     def _image_of(self, frame: Frame) -> tuple[int, Any]:
-        """What the model is shown of a frame, and that frame's number; or those of the last one."""
-        if self._share == 1.0 and not self._least_difference:
-            return frame.number, frame.image
-        pixels = _scaled(read_image(frame.image, channels=frame.channels), self._share or 1.0)
-        last = self._shown[1]
-        if last.shape != pixels.shape or mean_difference(last, pixels) >= self._least_difference:
-            self._shown = frame.number, pixels
-        return self._shown
+        """What the model is shown of a frame, prepared once for all questions about it, and that frame's number; or
+        those of the last one."""
+        last = pixels = self._shown[2]
+        if frame is not self._seen:
+            image, channels = frame.image, frame.channels
+            if self._share != 1.0 or self._least_difference:
+                image = pixels = _scaled(read_image(image, channels=channels), self._share or 1.0)
+                channels = "RGB"
+            is_like = pixels is not last and last.shape == pixels.shape
+            if not is_like or mean_difference(last, pixels) >= self._least_difference:
+                self._shown = frame.number, self._llm._runtime.prepare_image(image, channels), pixels
+            self._seen = frame
+        return self._shown[:2]
 
     def _messages(self, image: Any, frame: Frame, question: str) -> list[dict[str, Any]]:
         channels = frame.channels if image is frame.image else "RGB"

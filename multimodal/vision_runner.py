@@ -2,20 +2,24 @@
 
 It is opened in two steps, since all engines share one scratch buffer and memory is checked once: `open` loads the
 engines, the base runner is made and checks the memory of all, then `load` takes the weights.
+
+On a GPU an image is one captured launch for each size of engines, captured by `load`, and nothing waits for it: a
+prompt's work is enqueued behind it.
 """
 
 from __future__ import annotations
 
 import math
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
 
-from edgellm.engines.backends.base import Backend, uploaded
+from edgellm.engines.backends.base import Backend, Engine, Timestamp, uploaded
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineVision
 from edgellm.engines.errors import EngineError, ImageError
@@ -24,9 +28,9 @@ from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
 from edgellm.engines.recently_used import RecentlyUsed
-from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines
 from edgellm.engines.runners.media import MediaEmbeddings
-from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
+from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray, leading
 from edgellm.multimodal.device_patches import DevicePatches
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
 from edgellm.multimodal.prepared_image import PreparedImage
@@ -37,21 +41,19 @@ from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
 _KEPT_IMAGES, _MOST_CACHE_BYTES, _MOST_VIDEO_BYTES = 64, 64 << 20, 256 << 20
 #: How many grids' inputs are kept on the device: a camera has one.
 _KEPT_GRIDS = 4
+#: Of so many images the memory of embeddings is kept to be written anew.
+_SPARE = 2
 
 
-@dataclass
-class VisionMetrics:
-    """What a vision runner has done so far.
+class _Lent:
+    """Keeps memory until nobody reads what is in it, then gives it back to be written anew: to free a GPU's memory
+    waits for all of its work."""
 
-    `images` were asked for, of which `cache_hits` were known; `encoded` went through the engines, giving `tokens` in
-    `seconds` (waiting for the device included).
-    """
+    def __init__(self, memory: DeviceArray, spare: deque[DeviceArray]) -> None:
+        self._memory, self._spare = memory, spare
 
-    images: int = 0
-    cache_hits: int = 0
-    encoded: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+    def __del__(self) -> None:
+        self._spare.append(self._memory)
 
 
 class VisionEngineRunner:
@@ -74,15 +76,22 @@ class VisionEngineRunner:
         a video of so many tokens, at most 256 MiB.
         """
         self.backend, self.config = backend, vision.config
-        self.metrics = VisionMetrics()
+        #: Images that were known, and that went through the engines, in seconds of the backend's clock. Where nothing
+        #: waits for the device, those of the latest images come with the next.
+        self.cache_hits, self.encoded, self.seconds = 0, 0, 0.0
         self._vision, self._image_rows = vision, image_rows
         shapes = [vision_shape(rows) for rows in image_rows]
-        self._engines = LoadedEngines(backend, shapes)
+        self._engines, self._steps = LoadedEngines(backend, shapes), CapturedSteps(backend)
         self._weights: dict[str, Array] = {}
         self._buffers: dict[str, Array] = {}
         self._grids: RecentlyUsed[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = RecentlyUsed(_KEPT_GRIDS)
         self._device_patches = DevicePatches(backend)
         self._position_table: np.ndarray | None = None
+        #: The grid's inputs that engines find in their memory; when images began and ended whose seconds count later.
+        self._present: dict[str, Array] = {}
+        self._timed: list[tuple[Timestamp, Timestamp]] = []
+        #: Memory of images' embeddings that nobody reads any more.
+        self._spare: deque[DeviceArray] = deque(maxlen=_SPARE)
         self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes, video_tokens)
         #: Embeddings by the digests of their content.
         self.cache: RecentlyUsed[str, MediaEmbeddings]
@@ -104,11 +113,16 @@ class VisionEngineRunner:
         with closing(self._vision.checkpoint()) as checkpoint:
             self._position_table = position_table(checkpoint, config, self._image_rows[-1])
             self._weights = backend.load_weights(checkpoint, vision_weights(config), progress)
-        rows = self._image_rows[-1]
-        tokens = embedding_rows(config, vision_shape(rows))
-        sizes = {"patches": rows * config.patch_elements}
-        sizes |= dict.fromkeys(vision_outputs(config), tokens * config.out_hidden_size)
-        self._buffers = {name: backend.zeros((size,), "compute") for name, size in sizes.items()}
+        shapes = [vision_shape(rows) for rows in self._image_rows]
+        edge = {**vision_inputs(config, shapes[-1]), **self._outputs(shapes[-1])}
+        self._buffers = {name: backend.zeros((math.prod(size),), kind) for name, (size, kind) in edge.items()}
+        for shape in shapes if backend.fixed_shapes else ():  # before one waits for it
+            least = config.image_side or config.spatial_merge_size
+            layout = vision_layout(config, (1, least, least), self._position_table)
+            for name, values in layout.padded(config, shape).items():
+                backend.upload(leading(self._buffers[name], values.shape), values)
+            self._steps.plan(shape, partial(dict, vision=self._engine(shape).enqueue))
+            self._steps.capture_next()
 
     def encode(self, images: Sequence[PreparedImage]) -> list[MediaEmbeddings]:
         """The embeddings of each image, in order; those of an image whose digest is known are not computed again.
@@ -118,28 +132,31 @@ class VisionEngineRunner:
         """
         if not self._weights:
             raise EngineError("the vision encoder has no weights: call load() first")
-        embeddings: list[MediaEmbeddings] = []
+        self._count_seconds()  # the work of those before is done by now
         known = {image.digest: self.cache.find(image.digest) for image in images}  # before others push them out
+        embeddings: list[MediaEmbeddings] = []
         for image in images:
-            self.metrics.images += 1
             found = known[image.digest]
-            self.metrics.cache_hits += found is not None
+            self.cache_hits += found is not None
             if found is None:
-                found = known[image.digest] = self._encode(image)
-                self.cache.keep(image.digest, found)
+                found = known[image.digest] = self.cache.keep(image.digest, self._encode(image))
             embeddings.append(found)
+        if self.backend.computes_at_once:
+            self._count_seconds()
         return embeddings
 
     def close(self) -> None:
         """Let go of engines, weights, buffers and embeddings."""
         self.cache.clear()
+        self._steps.clear()
         self._engines.clear()
         self._grids.clear()
         self._device_patches.close()
-        self._weights, self._buffers = {}, {}
+        self._spare.clear()
+        self._weights, self._buffers, self._present, self._timed = {}, {}, {}, []
 
     def _encode(self, image: PreparedImage) -> MediaEmbeddings:
-        started = time.perf_counter()
+        began = self.backend.timestamp()
         layout, shape, inputs = self._inputs_of(image.grid)
         if image.tokens != layout.tokens:
             raise ImageError(
@@ -149,18 +166,24 @@ class VisionEngineRunner:
         # What stands behind the image's rows is finite, and masked.
         patches = (image.grid[1] * image.grid[2], self.config.patch_elements)
         self._device_patches.write(image, leading(self._buffers["patches"], patches))
-        engine = self._engines.bound(shape, slice(0, 1), lambda: self._bindings(shape), keep=False)
-        engine.bind(inputs)
-        engine.enqueue()
-        embeddings = self._embeddings(image, layout.tokens, shape)
-        self.backend.synchronize()
-        self.metrics.encoded += 1
-        self.metrics.tokens += layout.tokens
-        self.metrics.seconds += time.perf_counter() - started
+        engine = self._engine(shape)
+        if inputs is not self._present:
+            for name, array in inputs.items():
+                self.backend.copy(leading(self._buffers[name], array.shape), array)
+            self._present = inputs
+        self._steps.run(shape, {"vision": engine.enqueue})
+        embeddings = self._embeddings(image, layout.tokens)
+        self._timed.append((began, self.backend.timestamp()))
+        self.encoded += 1
         return embeddings
 
+    def _count_seconds(self) -> None:
+        """Count the seconds of images whose work is done, or wait for it."""
+        self.seconds += sum(end.seconds() - began.seconds() for began, end in self._timed)
+        self._timed.clear()
+
     def _inputs_of(self, grid: Grid) -> tuple[VisionLayout, EngineShape, dict[str, Array]]:
-        """Layout, engine shape and the engine's inputs that depend on the grid alone."""
+        """Layout, engine shape and what the engine's inputs are that depend on the grid alone."""
         found = self._grids.find(grid)
         if found is None:
             layout = vision_layout(self.config, grid, self._position_table)
@@ -171,32 +194,42 @@ class VisionEngineRunner:
         return found
 
     def _rows_for(self, rows: int, grid: Grid) -> int:
-        largest = self._image_rows[-1]
-        if rows > largest:
+        size = next((size for size in self._image_rows if size >= rows), None)
+        if size is None:
             raise ImageError(
                 f"an image of {grid[1]} x {grid[2]} patches takes {rows} rows of the vision encoder (windows are "
-                f"padded), the engines have {largest}: take a smaller image, or one less elongated, or build with a "
-                "larger --max-image-patches"
+                f"padded), the engines have {self._image_rows[-1]}: take a smaller image, or one less elongated, or "
+                "build with a larger --max-image-patches"
             )
-        if not self.backend.fixed_shapes:
-            return rows
-        return next(size for size in self._image_rows if size >= rows)
+        return size if self.backend.fixed_shapes else rows
 
-    def _bindings(self, shape: EngineShape) -> dict[str, Array]:
-        """Weights, patches and outputs of an engine: what no grid changes."""
+    def _engine(self, shape: EngineShape) -> Engine:
+        """The engine for a shape, whose inputs and outputs are in memory that no grid changes."""
+
+        def bindings() -> dict[str, Array]:
+            edge = {**vision_inputs(self.config, shape), **self._outputs(shape)}
+            return self._weights | {name: leading(self._buffers[name], size) for name, (size, _) in edge.items()}
+
+        return self._engines.bound(shape, slice(0, 1), bindings, keep=False)
+
+    def _outputs(self, shape: EngineShape) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each output."""
         size = (1, embedding_rows(self.config, shape), self.config.out_hidden_size)
-        outputs = {name: leading(self._buffers[name], size) for name in vision_outputs(self.config)}
-        patches, _ = vision_inputs(self.config, shape)["patches"]
-        return {**self._weights, **outputs, "patches": leading(self._buffers["patches"], patches)}
+        return dict.fromkeys(vision_outputs(self.config), (size, "compute"))
 
-    def _embeddings(self, image: PreparedImage, tokens: int, shape: EngineShape) -> MediaEmbeddings:
+    def _embeddings(self, image: PreparedImage, tokens: int) -> MediaEmbeddings:
         """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
-        hidden = self.config.out_hidden_size
-        rows = []
-        for name in vision_outputs(self.config):
-            own = self.backend.empty((tokens, hidden), "compute")
+        names, hidden = vision_outputs(self.config), self.config.out_hidden_size
+        size = (len(names), tokens, hidden)
+        memory: Array | None = next((spare for spare in self._spare if spare.shape == size), None)
+        if isinstance(memory, DeviceArray):
+            self._spare.remove(memory)
+        memory = self.backend.empty(size, "compute") if memory is None else memory
+        if isinstance(memory, DeviceArray):
+            memory = replace(memory, owner=_Lent(memory, self._spare))
+        rows = [memory[place : place + 1].reshape(tokens, hidden) for place in range(len(names))]
+        for name, own in zip(names, rows, strict=True):
             self.backend.copy(own, leading(self._buffers[name], (tokens, hidden)))
-            rows.append(own)
         return MediaEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid, image.runs)
 
 
@@ -207,9 +240,9 @@ def vision_memory(
     item, shape = ITEM_SIZES[dtype], vision_shape(image_rows[-1])
     weights = sum(math.prod(spec.shape) for spec in vision_weights(config)) * item
     outputs = len(vision_outputs(config)) * embedding_rows(config, shape) * config.out_hidden_size * item
-    buffers = outputs + 2 * 3 * MAXIMUM_PIXELS  # an image's pixels, and those between two resizes
+    buffers = (1 + _SPARE) * outputs + 2 * 3 * MAXIMUM_PIXELS  # an image's pixels, and those between two resizes
     for name, (dimensions, kind) in vision_inputs(config, shape).items():
-        copies = 1 if name == "patches" else _KEPT_GRIDS
+        copies = 1 if name == "patches" else 1 + _KEPT_GRIDS
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
     if cache_bytes is None:
         video = video_tokens * config.out_hidden_size * len(vision_outputs(config)) * item

@@ -86,7 +86,7 @@ class AnswerReader:
         """What a chunk of the answer has."""
         if self._state != "closed":
             self._ids += chunk.token_ids
-            self._find_marks()
+            self._find_marks(len(self._ids) - len(chunk.token_ids))
         begin, text = self._characters, chunk.text
         logprobs = chunk.logprobs[max(0, self._first_said - self._tokens) :]
         self._tokens, self._characters = self._tokens + len(chunk.token_ids), begin + len(text)
@@ -98,8 +98,9 @@ class AnswerReader:
         logprobs = tuple(each for each in logprobs if not self._ends_at(each.token_id))
         return Piece(self._shown(thought), said, logprobs, chunk.tool_calls)
 
-    def _find_marks(self) -> None:
-        """Take notice of where the reasoning begins and ends; text never comes before its tokens."""
+    def _find_marks(self, read: int) -> None:
+        """Take notice of where the reasoning begins and ends; text never comes before its tokens, of which so many were
+        `read` before."""
         marks, ids = self._marks, self._ids
         assert marks is not None
         if self._state == "undecided" and ids:
@@ -110,8 +111,8 @@ class AnswerReader:
                 self._thought_from = len(self._text_of(ids[:1]))
         if self._state == "open":
             self.reasoning_tokens = len(ids)
-            if marks.end in ids:
-                end = ids.index(marks.end)
+            if marks.end in ids[read:]:
+                end = ids.index(marks.end, read)
                 self._thought_to, self._said_from = (len(self._text_of(ids[: end + more])) for more in (0, 1))
                 self.reasoning_tokens = self._first_said = end + 1
                 self._state, self._strips = "closed", True

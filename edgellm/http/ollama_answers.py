@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from edgellm.engines.formats.strict_formats import parsed_json
 from edgellm.http.answers import FINISH_REASONS, Piece, Writer, logprob_objects
 from edgellm.http.errors import HTTPError
 from edgellm.requests import Response
@@ -82,7 +83,7 @@ class ChatLineWriter(GenerateWriter):
             message["thinking"] = piece.reasoning
         if calls := [call for call in piece.calls if is_object(call.arguments)]:
             message["tool_calls"] = [
-                {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+                {"id": call.id, "function": {"name": call.name, "arguments": parsed_json(call.arguments)}}
                 for call in calls
             ]
         return {"message": message}

@@ -243,6 +243,7 @@ class ResponseWriter(Writer):
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._logprobs: list[dict[str, Any]] = []
+        self._untold: list[dict[str, Any]] = []  # of tokens that have shown no text yet
 
     def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
         for _ in (*self.piece(0, *pieces), *self._close(*responses)):
@@ -259,11 +260,10 @@ class ResponseWriter(Writer):
         if piece.reasoning:
             yield from self._opened("reasoning")
             yield from self._added(piece.reasoning)
+        self._untold += logprob_objects(self._tokenizer, piece.logprobs)
         if piece.content:
             yield from self._opened("message")
-            logprobs = logprob_objects(self._tokenizer, piece.logprobs)
-            self._logprobs += logprobs
-            yield from self._added(piece.content, logprobs=logprobs)
+            yield from self._said(piece.content)
         yield from self._called(piece.calls[goes_on:])
 
     def ended(self, index: int, response: Response) -> Iterator[bytes]:
@@ -305,10 +305,18 @@ class ResponseWriter(Writer):
             item["arguments"] += text
         yield self._event(f"response.{_ITEMS[item['type']][3]}.delta", **self._place(item), delta=text, **more)
 
+    def _said(self, text: str) -> Iterator[bytes]:
+        """Add to a message, with the log-probabilities of all tokens since."""
+        told, self._untold = self._untold, []
+        self._logprobs += told
+        yield from self._added(text, logprobs=told)
+
     def _close(self, response: Response | None = None) -> Iterator[bytes]:
         """End the item that is under way; where a `response` ends it, it may be cut."""
         if self._open is None:
             return
+        if self._untold and self._open["type"] == "message":
+            yield from self._said("")
         item, place, self._open = self._open, self._place(self._open), None
         done = f"response.{_ITEMS[item['type']][3]}.done"
         is_cut = response is not None and _is_cut(response)

@@ -55,7 +55,7 @@ class VisionEncoder:
         if self.kind.varies:
             largest = min(largest, self.kind.tokens * vision.config.merge_patches)
         self.processor = open_image_processor(vision.path, vision.config, largest)
-        self._metrics, self._texts = metrics, texts
+        self._backend, self._metrics, self._texts = backend, metrics, texts
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
         self._own = None
         if vision_directory is not directory:
@@ -79,6 +79,8 @@ class VisionEncoder:
         self._runner.load(progress)
 
     def prepare(self, reference: MediaReference) -> PreparedImage | TiledImage:
+        if isinstance(reference.source, PreparedImage | TiledImage):
+            return reference.source
         with at_place(reference.name, ImageError):
             source = source_of_url(str(reference.source), "image") if reference.is_url else reference.source
             return self.processor.prepare(read_image(source, channels=reference.channels))
@@ -98,9 +100,13 @@ class VisionEncoder:
 
     def encode(self, images: Sequence[PreparedImage | TiledImage]) -> list[MediaEmbeddings]:
         """The embeddings of each part of the images; those that are not known are encoded."""
-        counts, tiles = self._runner.metrics, [tile for image in images for tile in image.tiles]
+        counts, tiles = self._runner, [tile for image in images for tile in image.tiles]
         hits, seconds = counts.cache_hits, counts.seconds
+        if self._own is not None:  # memory that it writes anew may still be read
+            self._backend.synchronize()
         embeddings = self._runner.encode(tiles)
+        if self._own is not None:
+            self._own.synchronize()
         found = {"images": len(tiles), "image_tokens": sum(tile.tokens for tile in tiles)}
         took = {"seconds": counts.seconds - seconds, "reused_images": counts.cache_hits - hits}
         self._metrics.staged("multimodal", **found, **took)
@@ -109,7 +115,7 @@ class VisionEncoder:
     def close(self) -> None:
         """Free all memory; requests that are being prepared meanwhile still find the processor."""
         runner, own = self._runner, self._own
-        del self._runner, self._own
+        del self._runner, self._own, self._backend
         runner.close()
         if own is not None:
             own.close()

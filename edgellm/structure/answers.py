@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from edgellm.sampling_params import SamplingParams
     from edgellm.structure.grammar import GrammarVocabulary
 
+#: Tokens of a form that gpt-oss may name in the header of what it says, as in "final <|constrain|>json".
+_MOST_BETWEEN = 20
+
 
 @dataclass(frozen=True, eq=False)
 class AnswerRules:
@@ -87,9 +90,8 @@ class RuleMaker:
             channels = harmony_ids(self._tokenizer)
             if channels is not None and continued is None and begins_message(self._tokenizer, channels, prompt_ids):
                 end = [channels[CHANNEL], *self._tokenizer.encode(FINAL), channels[MESSAGE]]
-                constraints.append(
-                    structured if calls is not None else AfterReasoning(structured, end, self._vocab_size)
-                )
+                late = AfterReasoning(structured, end, self._vocab_size, between=_MOST_BETWEEN)
+                constraints.append(structured if calls is not None else late)
             elif marks is None or state == "closed":
                 constraints.append(structured)
             else:

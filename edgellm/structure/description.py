@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from edgellm.errors import RequestError, require, shown
 from edgellm.structure.schema import enforced_schema
 from edgellm.structure.steps import check_path, folded
-from edgellm.structure.typed_values import dataclass_schema, is_dataclass_type, typed_value
+from edgellm.structure.typed_values import class_schema, has_fields, typed_value
 from edgellm.text.messages import check_encodable
 
 #: "spaced" is as `json.dumps` writes: ", " and ": "; "compact" has no whitespace, "free" any.
@@ -42,11 +42,12 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 class Structure:
     """What an answer has to be, one of these; RequestError for more or none, and for what cannot be enforced.
 
-    `json`: a JSON schema (a dictionary), a class with `model_json_schema()` as pydantic's have, or a dataclass whose
-    fields are str, int, float, bool, Literal, Enum, list, dict, unions of these, and dataclasses. Properties come in
-    the schema's order. `json_object`: any JSON object. `regex`: a regular expression of the whole answer, in the syntax
-    of Rust's regex crate without look-around. `choice`: one of these texts. `grammar`: a grammar in llguidance's form
-    of Lark, with a rule `start`; not with its `%json`, limits in tokens, temperatures or special tokens.
+    `json`: a JSON schema (a dictionary), a class with `model_json_schema()` as pydantic's have, or a dataclass or
+    TypedDict whose fields are str, int, float, bool, Literal, Enum, list, dict, unions of these, and such classes.
+    Properties come in the schema's order. `json_object`: any JSON object. `regex`: a regular expression of the whole
+    answer, in the syntax of Rust's regex crate without look-around. `choice`: one of these texts. `grammar`: a grammar
+    in llguidance's form of Lark, with a rule `start`; not with its `%json`, limits in tokens, temperatures or special
+    tokens.
 
     `whitespace` of JSON: "spaced" as `json.dumps` writes it, "compact" without any, "free" wherever JSON allows it.
     """
@@ -109,7 +110,7 @@ class Structure:
         if not self.is_json:
             return text
         value = json.loads(text)
-        if is_dataclass_type(self.json):
+        if has_fields(self.json):
             return typed_value(self.json, value)
         validate = getattr(self.json, "model_validate", None)
         return validate(value) if callable(validate) else value
@@ -187,10 +188,11 @@ def schema_of(value: Any) -> Any:
     describe = getattr(value, "model_json_schema", None)
     if callable(describe):
         return describe()
-    if is_dataclass_type(value):
-        return dataclass_schema(value)
+    if has_fields(value):
+        return class_schema(value)
     is_schema = isinstance(value, (Mapping, bool)) and not isinstance(value, type)
-    require(is_schema, "json", value, "a JSON schema (a dictionary), a dataclass, or a class with model_json_schema()")
+    expected = "a JSON schema (a dictionary), a dataclass, a TypedDict, or a class with model_json_schema()"
+    require(is_schema, "json", value, expected)
     return value
 
 

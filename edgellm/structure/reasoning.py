@@ -113,10 +113,13 @@ class AfterReasoning(LateRules):
     """Rules that begin behind a mark. Where the model is undecided whether to think (`begin` is a token), its first
     token may be that, or the first one of the rules."""
 
-    def __init__(self, rules: TokenConstraint, end: Sequence[int], vocab_size: int, begin: int | None = None) -> None:
-        """`end` are the tokens, one or several, that end the reasoning. Without `begin` it is under way."""
+    def __init__(
+        self, rules: TokenConstraint, end: Sequence[int], vocab_size: int, begin: int | None = None, between: int = 0
+    ) -> None:
+        """`end` are the tokens, one or several, that end the reasoning, up to so many others `between` the last and
+        those before it. Without `begin` it is under way."""
         super().__init__(vocab_size, rules)
-        self._begin, self._end = begin, list(end)
+        self._begin, self._end, self._between = begin, list(end), between
 
     @property
     def answer_start(self) -> int | None:
@@ -125,8 +128,15 @@ class AfterReasoning(LateRules):
 
     @property
     def _begun(self) -> TokenConstraint | None:
-        thinks = not self._ruled and not self._is_undecided and self._free[-len(self._end) :] != self._end
+        thinks = not self._ruled and not self._is_undecided and not self._has_ended
         return None if thinks else self._rules
+
+    @property
+    def _has_ended(self) -> bool:
+        *first, last = self._end
+        behind = len(self._free) - 1 - len(first)  # where the first tokens stand, if none are between
+        places = range(max(0, behind - self._between), behind + 1)
+        return self._free[-1:] == [last] and any(self._free[at : at + len(first)] == first for at in places)
 
     @property
     def _is_undecided(self) -> bool:

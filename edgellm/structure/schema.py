@@ -177,7 +177,7 @@ class _Walk:
             referred = [self.targets[schema["$ref"]]] if "$ref" in schema else []
             links = max(len(referred) + sum(found(0, referred)), *found(0, self._following(schema)))
             check_path(links, "the JSON schema")
-            met = len({"pattern", "format"} & set(schema)) + bool({"minLength", "maxLength"} & set(schema))
+            met = ("pattern" in schema) + bool({"minLength", "maxLength"} & set(schema))
             met += sum(found(1, [*referred, *schema.get("allOf", ())]))
             met += sum(max(found(1, schema.get(keyword, ()))) for keyword in ("anyOf", "oneOf"))
             if met > MOST_EXPRESSIONS:
@@ -309,16 +309,15 @@ def _within(value: Any, name: str) -> Any:
 
 
 def _write_format(enforced: dict[str, Any]) -> list[Any]:
-    """Write a format as its pattern, where llguidance has none or a wider one, and leave out what is an annotation.
-    Beside a pattern it is one of what is returned."""
-    if enforced.get("format") == "hostname":
-        enforced["maxLength"] = min(enforced.get("maxLength", LONGEST_HOSTNAME), LONGEST_HOSTNAME)
-    if "format" not in enforced or (pattern := FORMATS.get(enforced["format"], "")) is None:
+    """Write a format as its pattern, and leave out what is an annotation. A pattern beside it is one of what is
+    returned."""
+    name = enforced.pop("format", None)
+    if name not in FORMATS:
         return []
-    del enforced["format"]
-    beside = [{"pattern": enforced["pattern"]}] if pattern and "pattern" in enforced else []
-    if pattern:
-        enforced["pattern"] = f"^(?:{pattern})$"
+    if name == "hostname":
+        enforced["maxLength"] = min(enforced.get("maxLength", LONGEST_HOSTNAME), LONGEST_HOSTNAME)
+    beside = [{"pattern": enforced["pattern"]}] if "pattern" in enforced else []
+    enforced["pattern"] = f"^(?:{FORMATS[name]})$"
     return beside
 
 

@@ -58,28 +58,41 @@ _IPV6 = "|".join(
     + [rf"{before}(?:(?:{_GROUP}:){{0,{6 - groups}}}{_GROUP})?" for groups, before in enumerate(_BEFORE[:7])]
     + [rf"{before}(?:{_GROUP}:){{0,{5 - groups}}}{_IPV4}" for groups, before in enumerate(_BEFORE[:6])]
 )
-_SAFE = r"A-Za-z0-9._~!$&'()*+,;=@-"
-_PATH = rf"(?:[:{_SAFE}]|%[0-9A-Fa-f]{{2}})"
-#: As RFC 3986 has it, without hosts in brackets.
-_URI_REFERENCE = (
-    rf"(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?://(?:[A-Za-z0-9._~-]*(?::\d*)?)(?:/{_PATH}*)*|/(?:{_PATH}+(?:/{_PATH}*)*)?"
-    rf"|(?:[{_SAFE}]|%[0-9A-Fa-f]{{2}})+(?:/{_PATH}*)*)?(?:\?(?:[/?]|{_PATH})*)?(?:#(?:[/?]|{_PATH})*)?"
+_SAFE = r"A-Za-z0-9._~!$&'()*+,;=-"
+_PATH = rf"(?:[:@{_SAFE}]|%[0-9A-Fa-f]{{2}})"
+#: As RFC 3986 has them, without hosts in brackets: the scheme of a URI, the host, and what follows or has no scheme.
+_SCHEME = "[A-Za-z][A-Za-z0-9+.-]*:"
+_AUTHORITY = rf"//(?:(?:[:{_SAFE}]|%[0-9A-Fa-f]{{2}})*@)?[A-Za-z0-9._~-]*(?::\d*)?"
+_URI, _REFERENCE = (
+    rf"(?:{_AUTHORITY}(?:/{_PATH}*)*|/(?:{_PATH}+(?:/{_PATH}*)*)?|{first}+(?:/{_PATH}*)*)?"
+    rf"(?:\?(?:[/?]|{_PATH})*)?(?:#(?:[/?]|{_PATH})*)?"
+    for first in (_PATH, rf"(?:[@{_SAFE}]|%[0-9A-Fa-f]{{2}})")
 )
-#: The formats that are enforced, each by its expression, or as llguidance knows one.
-FORMATS: dict[str, str | None] = {
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+#: Years, months and days, or hours, minutes and seconds, none left out between two.
+_DAYS, _SECONDS = (rf"(?:\d+{a}(?:\d+{b}(?:\d+{c})?)?|\d+{b}(?:\d+{c})?|\d+{c})" for a, b, c in ("YMD", "HMS"))
+#: The formats that are enforced, each by its expression.
+FORMATS = {
     "date-time": f"{_DATE}[Tt]{_TIME}",
     "time": _TIME,
     "date": _DATE,
-    **dict.fromkeys(["duration", "email", "hostname", "ipv4", "uuid", "uri"]),
+    "duration": rf"P(?:{_DAYS}(?:T{_SECONDS})?|T{_SECONDS}|\d+W)",
+    "email": rf"{_ATOM}(?:\.{_ATOM})*@{_HOST}",
+    "hostname": _HOST,
+    "ipv4": _IPV4,
+    "uuid": "[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}",
+    "uri": _SCHEME + _URI,
     "ipv6": _IPV6,
-    "uri-reference": _URI_REFERENCE,
+    "uri-reference": f"(?:{_SCHEME})?{_REFERENCE}",
     "json-pointer": "(?:/(?:[^/~]|~[01])*)*",
 }
 #: The other formats of the specification. One that it does not name is an annotation.
 FORMATS_NOT_ENFORCED = frozenset(
     ["idn-email", "idn-hostname", "iri", "iri-reference", "uri-template", "regex", "relative-json-pointer"]
 )
-#: Of a whole name, which llguidance does not bound.
+#: Of a whole name.
 LONGEST_HOSTNAME = 253
 
 
@@ -166,9 +179,21 @@ def _required(value: Any, here: str) -> list[str]:
     return list(dict.fromkeys(value))
 
 
+#: Patterns with look-ahead that generators of schemas write, zod's of "email" and pydantic's of Decimal, and the same
+#: without it.
+_WRITTEN = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
+    ),
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+}
+
+
 def check_pattern(pattern: Any, here: str) -> str:
-    """Refuse what means something else elsewhere: JSON Schema's patterns are JavaScript's, masks have Rust's."""
+    """A pattern as masks take it. What means something else elsewhere is refused: JSON Schema's patterns are
+    JavaScript's, masks have Rust's."""
     require_valid(isinstance(pattern, str), here, pattern, "a regular expression")
+    pattern = _WRITTEN.get(pattern, pattern)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nested sets and the like
@@ -179,6 +204,31 @@ def check_pattern(pattern: Any, here: str) -> str:
     if extension := re.search(r"\(\?(?!:)", pattern):
         raise schema_error(here, f"is {shown(pattern)}, with (? at {extension.start()}", "no groups but ( and (?:")
     return pattern
+
+
+#: Of a pattern: an escape, a class, or a character; and what JavaScript means by some, in Rust's words.
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_MEANT = {"\\d": "[0-9]", "\\w": "[A-Za-z0-9_]", "\\D": "[^0-9]", "\\W": "[^A-Za-z0-9_]", "/": r"\/", "\n": r"\n"}
+_MEANT["."] = r"[^\n\r\x{2028}\x{2029}]"
+_WITHIN = {"\\d": "0-9", "\\w": "A-Za-z0-9_", "/": r"\/", "\n": r"\n"}
+
+
+def whole_text(pattern: str) -> str | None:
+    """The expression, in Rust's syntax between slashes, of the texts in which a checked pattern finds something; None
+    for a pattern with anchors within it, or classes that leave digits or words out."""
+    pieces = _PIECE.findall(pattern)
+    begins, ends = pieces[:1] == ["^"], len(pieces) > 1 and pieces[-1] == "$"
+    found, depth = [], 0
+    for piece in pieces[begins : len(pieces) - ends]:
+        depth += (piece == "(") - (piece == ")")
+        is_class = len(piece) > 1 and piece[0] == "["
+        is_open = piece == "|" and not depth and (begins or ends)  # an anchor is of one alternative
+        if is_open or piece in ("^", "$") or (is_class and re.search(r"\\[DW]", piece)):
+            return None
+        within = re.sub(r"\\.|[/\n]", lambda each: _WITHIN.get(each[0], each[0]), piece)
+        found.append(within if is_class else _MEANT.get(piece, piece))
+    before, behind = ("" if is_there else "(?s:.*)" for is_there in (begins, ends))
+    return f"{before}(?:{''.join(found)}){behind}"
 
 
 def _format(value: Any, here: str) -> str:

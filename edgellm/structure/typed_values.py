@@ -13,22 +13,22 @@ from edgellm.errors import RequestError
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
-def is_dataclass_type(value: Any) -> bool:
-    """Whether this is a dataclass, not an instance of one."""
-    return isinstance(value, type) and dataclasses.is_dataclass(value)
+def has_fields(value: Any) -> bool:
+    """Whether this is a dataclass or a TypedDict, not an instance of one."""
+    return _fields(value) is not None
 
 
-def dataclass_schema(cls: type) -> dict[str, Any]:
-    """The JSON schema of a dataclass, whose fields `TypeSchemas.of` knows; those with defaults may be left out.
-    RequestError names the field that is something else."""
+def class_schema(cls: type) -> dict[str, Any]:
+    """The JSON schema of a dataclass or a TypedDict, whose fields `TypeSchemas.of` knows; those with defaults may be
+    left out. RequestError names the field that is something else."""
     schemas = TypeSchemas()
     return {**schemas.of(cls, cls.__name__), "$defs": schemas.definitions}
 
 
-def hints_of(described: type | Callable[..., Any]) -> dict[str, Any]:
+def hints_of(described: type | Callable[..., Any], include_extras: bool = False) -> dict[str, Any]:
     """The type hints of a class's fields or of a function's parameters, by name; RequestError where one is unknown."""
     try:
-        return get_type_hints(described)
+        return get_type_hints(described, include_extras=include_extras)
     except Exception as error:  # they are evaluated: anything may be in them
         raise RequestError(
             f"the annotations of {described.__name__} cannot be read ({error}): expected names that its module knows"
@@ -97,9 +97,9 @@ def typed_value(hint: Any, value: Any) -> Any:
     arguments, fields = get_args(hint), _fields(hint)
     if hint is float:
         return float(value)
-    if get_origin(hint) is list:
+    if get_origin(hint) is list and arguments:
         return [typed_value(arguments[0], each) for each in value]
-    if get_origin(hint) is dict:
+    if get_origin(hint) is dict and arguments:
         return {name: typed_value(arguments[1], each) for name, each in value.items()}
     if _is_union(hint):
         return typed_value(next((each for each in arguments if _fits(each, value)), Any), value)
@@ -137,9 +137,11 @@ def _fits(hint: Any, value: Any) -> bool:
 
 def _fields(cls: Any) -> dict[str, bool] | None:
     """The fields of a dataclass or a TypedDict, and whether each has to be given; None for any other type."""
-    if is_typeddict(cls):
-        return {name: name in cls.__required_keys__ for name in cls.__annotations__}
-    if not is_dataclass_type(cls):
+    if is_typeddict(cls):  # whose own keys know nothing of marks in annotations that are text
+        marks = {name: str(get_origin(hint)) for name, hint in hints_of(cls, include_extras=True).items()}
+        least = {name for name in cls.__required_keys__ if not marks[name].endswith(".NotRequired")}
+        return {name: name in least or mark.endswith(".Required") for name, mark in marks.items()}
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return None
     missing = dataclasses.MISSING
     fields = [field for field in dataclasses.fields(cls) if field.init]

@@ -327,7 +327,7 @@ class JSONCopy:
             return value
         if isinstance(value, int):
             if not -self._largest <= value < self._largest:
-                raise RequestError(f"{place} is a whole number of {value.bit_length()} bits: expected at most 64")
+                raise RequestError(f"{place} is a whole number of {value.bit_length()} bits: expected 63 and a sign")
             return value
         if isinstance(value, float):
             if not math.isfinite(value):

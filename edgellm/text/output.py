@@ -18,7 +18,10 @@ FinishReason = Literal["stop", "stop_string", "tool_calls", "length", "context",
 
 
 class CallReader(Protocol):
-    """What an answer needs of a reader of calls, such as `edgellm.tool_calls.reader.ToolReader`."""
+    """What an answer needs of a reader of calls, such as `edgellm.tool_calls.reader.ToolReader`. Of one that
+    `hides_text`, thoughts and headers, stop strings are looked for in what it shows alone."""
+
+    hides_text: bool
 
     def push(self, token_id: int, text: str) -> str: ...
 
@@ -86,7 +89,7 @@ class OutputText:
         """`eos_token_ids` is empty where a request ignores the end of sequence; `max_tokens` None sets no limit; no
         stop string ends in the text of the first `min_tokens`.
 
-        `calls` takes calls of tools out of the text, behind which stop strings are looked for, too.
+        `calls` takes calls of tools out of the text, in which stop strings are looked for, too.
         """
         self._calls = calls
         self._detokenizer = detokenizer
@@ -139,6 +142,9 @@ class OutputText:
         return piece
 
     def _take(self, new_text: str, token_id: int = -1) -> str:
+        if self._calls is not None and self._calls.hides_text:
+            new_text = self._calls.push(token_id, new_text)
+            new_text += self._calls.finish() if token_id < 0 else ""
         piece, match = self._stop_strings.push(new_text, self.token_count <= self._min_tokens)
         if match is not None:
             self.finish_reason, self.stop_match = "stop_string", match
@@ -146,7 +152,7 @@ class OutputText:
 
     def _show(self, text: str, token_id: int = -1, ends: bool = False) -> str:
         """What of a text is shown, and not part of a call."""
-        if self._calls is not None:
+        if self._calls is not None and not self._calls.hides_text:
             text = self._calls.push(token_id, text)
             if ends:
                 text += self._calls.finish()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.formats.small_files import TEMPLATE_BYTES, read_text
-from edgellm.engines.formats.strict_formats import parse_json
+from edgellm.engines.formats.strict_formats import parse_json, parsed_json
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
 from edgellm.text.messages import SYSTEM_ROLES, show_media, shown_texts
 from edgellm.text.template_budget import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
@@ -231,7 +231,7 @@ def _fitted_call(call: Any, trials: TemplateTrials) -> Any:
     if not isinstance(arguments, (str, dict)) or isinstance(arguments, str) == trials.wants_argument_text:
         return call
     try:
-        read = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else json.loads(arguments)
+        read = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else parsed_json(arguments)
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": read}}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from edgellm.engines.formats.strict_formats import parsed_json
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import RequestError
 from edgellm.structure.description import Structure
@@ -105,7 +105,7 @@ class ToolCalling:
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     given = function.get("arguments")
     if isinstance(given, str) and is_object(given):
-        given = json.loads(given)
+        given = parsed_json(given)
     return given if isinstance(given, dict) else {}
 
 

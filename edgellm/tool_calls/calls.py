@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from edgellm.engines.formats.strict_formats import parsed_json
 from edgellm.errors import RequestError, did_you_mean, require, shown
 from edgellm.structure.schema import enforced_schema
 from edgellm.structure.steps import Steps
@@ -34,8 +35,8 @@ class ToolCall:
 
     @property
     def parsed(self) -> dict[str, Any] | None:
-        """The arguments by name; None where the call is not complete."""
-        return json.loads(self.arguments) if self.complete else None
+        """The arguments by name (see `parsed_json`); None where the call is not complete."""
+        return parsed_json(self.arguments) if self.complete else None
 
     def as_message(self) -> dict[str, Any]:
         """The call as an assistant's message has it among its "tool_calls"."""

@@ -27,6 +27,8 @@ class HarmonyReader(ReadCalls):
     """Reads one answer: `push` and `finish` return what the model says, `thoughts` are pieces of what it thinks, and
     calls come from `take_deltas`. See `edgellm.tool_calls.reader.ToolReader`."""
 
+    hides_text = True
+
     def __init__(self, schemas: Mapping[str, Any], ids: Mapping[str, int], in_text: bool = False) -> None:
         """With `in_text` the answer goes on with what the model says."""
         super().__init__(schemas)
@@ -70,13 +72,14 @@ class HarmonyReader(ReadCalls):
     def _read_header(self, ends: bool) -> bool:
         """Read a header, if it is there: the kind of its message is known then."""
         header, message, rest = self._buffer.partition(MESSAGE)
-        text = header.lstrip()
-        if not message:
-            is_header = any(text.startswith(each) or each.startswith(text) for each in _BEGINNINGS)
-            if is_header and not (ends and text and CHANNEL not in text):
-                return False
+        text = self._buffer.lstrip()
+        begins = any(text.startswith(each) or each.startswith(text) for each in _BEGINNINGS)
+        is_cut = ends and not message and text and CHANNEL not in text and START not in text
+        if not begins or is_cut:
             self._kind = "said"
             return True
+        if not message:
+            return False
         self._buffer = rest
         channel, recipient = _CHANNEL_NAME.search(header), RECIPIENT.search(header)
         self._kind = "thought" if channel is not None and channel[1] == "analysis" else "said"

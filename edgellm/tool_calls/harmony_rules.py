@@ -15,6 +15,9 @@ from edgellm.tool_calls.rules import MOST_GRAMMAR_BYTES, RulesOfCall, json_rule,
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
 
+#: A header names the function that it calls within so many tokens.
+_LONGEST_HEADER = 64
+
 
 def harmony_constraint(choice: ToolChoice, vocabulary: GrammarVocabulary, ids: Mapping[str, int]) -> TokenConstraint:
     """The rules of an answer that calls one of the tools, behind what it may think, or may call one."""
@@ -35,7 +38,7 @@ def _grammar(choice: ToolChoice, ids: Mapping[str, int]) -> list[str]:
         rules += [f"call_{number}: {literal(name, ids)} behind args_{number}"]
         rules.append(f"args_{number}: {json_rule(schema, {}, size)}")
     channel, constrain, message = (literal(mark, ids) for mark in (CHANNEL, CONSTRAIN, MESSAGE))
-    behind = f'({channel} "commentary")? (" "? {constrain}? "json")? {message}'
+    behind = f'({channel} "commentary")? (" "? {constrain} "json" | " json")? {message}'  # apart from the name
     return [f"named: {' | '.join(names)}", f"behind: {behind}", *rules]
 
 
@@ -48,7 +51,7 @@ class _FromHeader(RulesOfCall):
 
     def _began(self, token: int) -> Sequence[int] | None:
         ids, header = self._ids, []
-        for each in reversed(self._free):
+        for each in reversed(self._free[-_LONGEST_HEADER:]):
             if each in (ids[MESSAGE], ids[END]):
                 break
             header.append(each)

@@ -42,6 +42,8 @@ class OpenCall:
 class ReadCalls:
     """The calls of an answer as they grow, and their pieces."""
 
+    hides_text = False
+
     def __init__(self, schemas: Mapping[str, Any]) -> None:
         """`schemas` are those of the arguments of the tools that may be called, by name."""
         self._schemas = schemas

@@ -14,11 +14,11 @@ from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure.description import Structure, json_options
 from edgellm.structure.reasoning import LateRules
-from edgellm.structure.schema_keywords import kind_of, named_values
+from edgellm.structure.schema_keywords import kind_of, named_values, whole_text
 from edgellm.structure.steps import Steps
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import ARGUMENT_END, ToolFormat
-from edgellm.tool_calls.values import all_kinds, json_text, referred
+from edgellm.tool_calls.values import all_kinds, referred, spelled
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
@@ -106,14 +106,15 @@ def json_rule(schema: Any, root: dict[str, Any], size: Steps) -> str:
 
 
 def _parts(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Each argument's name, schema and whether it is required.
+    """Each argument's name, schema and whether it is required: of those that are named, none where `properties` is
+    empty, as tools without arguments have it.
 
     Raises RequestError for what cannot be said of arguments that are written one by one.
     """
     others = set(schema) - {"type", "properties", "required", "additionalProperties", "$defs"}
     properties, required = schema.get("properties", {}), schema.get("required", ())
     unknown = [name for name in required if name not in properties]
-    if others or unknown or (not properties and schema.get("additionalProperties") is not False):
+    if others or unknown or ("properties" not in schema and schema.get("additionalProperties") is not False):
         found = f"has {sorted(others)[0]} beside properties" if others else "leaves arguments open"
         found = f"requires {unknown[0]!r}, which is not among the properties" if unknown else found
         raise RequestError(
@@ -125,8 +126,10 @@ def _parts(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
 
 
 def _is_open(schema: dict[str, Any]) -> bool:
-    """Whether arguments may have any names and values."""
-    return set(schema) <= {"type", "additionalProperties"} and schema.get("additionalProperties", True) is True
+    """Whether arguments may have any names and values, where none are named."""
+    is_bare = set(schema) <= {"type", "additionalProperties", "properties", "required"}
+    named = schema.get("properties") or schema.get("required")
+    return is_bare and not named and schema.get("additionalProperties", "properties" not in schema) in (True, {})
 
 
 def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> list[str]:
@@ -140,6 +143,11 @@ def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> 
     return rules
 
 
+#: The names that arguments may have in formats that write them one by one, and how errors say it.
+_PYTHON_NAME = r"[^\W\d]\w*", "of letters, digits and _"
+_TAG_NAME = r"[^<>\n]+", "without <, > and line ends"
+
+
 def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
     """Rules of arguments that are written one by one. Raises RequestError for what they cannot say."""
     is_python = tool_format.body == "python"
@@ -148,25 +156,27 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
         value = f"value_{number}: {json_rule({}, {}, size)}"
         return [f'args_{number}: (any_{number} (", " any_{number})*)?', some, value]
     if _is_open(schema):
-        some = f"args_{number}: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
+        some = f"args_{number}: (/<parameter={_TAG_NAME[0]}>\\n/ TEXT_{number})*"
         return [some, _tagged_text(f"TEXT_{number}", {})]
     parts = _parts(schema)
     rules = [f"args_{number}: from_{number}_0", *_listed(number, parts, '", "' if is_python else "")]
     for place, (key, each, _) in enumerate(parts):
         value, what = f"value_{number}_{place}", f"the tool {name} has the argument {key!r}"
         rules.append(f"arg_{number}_{place}: {_text(tool_format.around_argument(key)[0])} {value}")
-        if not is_python:
-            rules += _tagged_value(value, what, each, schema, size)
-        elif re.fullmatch(r"[^\W\d]\w*", key):
+        form, expected = _PYTHON_NAME if is_python else _TAG_NAME
+        if not re.fullmatch(form, key):
+            raise RequestError(f"{what}, which the format of this model cannot write: expected a name {expected}")
+        if is_python:
             plain = each if isinstance(each, dict) else {}
             own = _PYTHON_WORDS.get(str(plain["type"])) if set(plain) == {"type"} else None
             rules.append(f"{value}: {own or json_rule(plain, schema, size)}")
         else:
-            expected = "expected a name of letters, digits and _"
-            raise RequestError(f"{what}, which the format of this model cannot write: {expected}")
+            rules += _tagged_value(value, what, each, schema, size)
     return rules
 
 
+#: What is said of text alone.
+_OF_TEXT = ("minLength", "maxLength", "pattern")
 _TAG_END = f"\n{ARGUMENT_END}\n"
 #: The values of types that have few, and how Python writes them.
 _FEW: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
@@ -176,6 +186,8 @@ _PYTHON_WORDS = {kind: " | ".join(_text(str(value)) for value in values) for kin
 def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size: Steps) -> list[str]:
     """Rules of the value of one argument with the tag that ends it. RequestError, which begins with `what`, where the
     schema says more of its text than can be kept, or text could be taken for something else that is not allowed."""
+    from edgellm.structure.grammar import byte_vocabulary
+
     alternatives, rules, written = _alternatives(schema, root), [], []
     all_of_them = all_kinds(alternatives, root)
     is_text = any("string" in kinds for kinds in all_of_them)
@@ -184,15 +196,17 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
         named = _FEW.get(each["type"]) if is_plain else named_values(each)
         if named is not None and set(each) <= {"type", "enum", "const"}:
             valid = [one for one in named if kind_of(one) in kinds]
-            written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in _spelled(one)]
-        elif not each or (kinds == {"string"} and set(each) <= {"type", "minLength", "maxLength"}):
+            written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in spelled(one)]
+        elif not each or (kinds == {"string"} and _text_forms(each) is not None):
             rules.append(_tagged_text(f"{value.upper()}_{place}", each))
             written.append(f"{value.upper()}_{place}")
+            if len(each) > 2:  # what is said of a text may leave none
+                byte_vocabulary().compiled(f"start: {written[-1]}\n{rules[-1]}", f"{what}, whose text")
         elif "string" in kinds or (is_text and not is_plain):
             found = "text of a form" if "string" in kinds else "text, or something of a form,"
             raise RequestError(
-                f"{what} with {found} which cannot be enforced in the format of this model: leave pattern, format and "
-                "alternatives with bounds out, or use an enum"
+                f"{what} with {found} which cannot be enforced in the format of this model: say it by patterns without "
+                "anchors within them, use an enum, or leave alternatives with bounds out"
             )
         else:
             rules.append(f"json_{value}_{place}: {json_rule(each, root, size)}")
@@ -203,11 +217,23 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
 
 
 def _tagged_text(name: str, schema: dict[str, Any]) -> str:
-    """The terminal of any text of a length, with the tag that ends it, in which there is no other end of a text."""
+    """The terminal of any text of a length and forms, with the tag that ends it, in which there is no other end of a
+    text."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    length = "*" if not least and most == "" else f"{{{least},{most}}}"
+    forms = [f"(?s:.{{{least},{most}}})", *(_text_forms(schema) or ())]
+    terms = " & ".join(rf"/{form}\n<\/parameter>\n/" for form in forms)
     ends = r"<\/parameter>(?s:.*)<\/parameter>|<parameter=|<\/function>\s*<\/tool_call>"
-    return rf"{name}: /(?s:.{length})\n<\/parameter>\n/ & ~/(?s:.*)({ends})(?s:.*)/"
+    return f"{name}: {terms} & ~/(?s:.*)({ends})(?s:.*)/"
+
+
+def _text_forms(schema: dict[str, Any]) -> list[str] | None:
+    """The expressions of the texts that a schema's patterns allow, each of them; None where tags cannot keep all that
+    it says."""
+    others = schema.get("allOf", ())
+    patterns = [part["pattern"] for part in (schema, *others) if "pattern" in part]
+    forms = [form for each in patterns if (form := whole_text(each)) is not None]
+    is_plain = set(schema) <= {"type", "allOf", *_OF_TEXT} and all(set(each) == {"pattern"} for each in others)
+    return forms if is_plain and len(forms) == len(patterns) else None
 
 
 def _alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
@@ -227,20 +253,12 @@ def _alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
         elif set(each) in ({"anyOf"}, {"oneOf"}):
             waiting += reversed(next(iter(each.values())))
         elif isinstance(each.get("type"), list) and named_values(each) is None:
-            lengths = {"minLength", "maxLength"}
             for kind in each["type"]:
-                found.append({key: kept for key, kept in each.items() if kind == "string" or key not in lengths})
+                found.append({key: kept for key, kept in each.items() if kind == "string" or key not in _OF_TEXT})
                 found[-1]["type"] = kind
         else:
             found.append(each)
     return found
-
-
-def _spelled(value: Any) -> tuple[str, ...]:
-    """How a value may be written between tags."""
-    if value is None or isinstance(value, bool):
-        return ("null", "None") if value is None else (json.dumps(value), str(value))
-    return (value if isinstance(value, str) else json_text(value),)
 
 
 class RulesOfCall(LateRules):

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from edgellm.structure.schema_keywords import TYPES, allowed_types, kind_of
+from edgellm.engines.formats.strict_formats import parsed_json
+from edgellm.structure.schema_keywords import TYPES, allowed_types, kind_of, named_values
 from edgellm.structure.steps import folded
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -24,15 +25,6 @@ def json_text(value: Any) -> str:
     """A value as JSON. Half of a surrogate pair stays an escape: as a character it could not be sent as UTF-8."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def parsed_json(text: str) -> Any:
-    """The value of JSON text; ValueError or RecursionError for what is none, NaN and infinity among it."""
-    return json.loads(text, parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def is_object(text: str) -> bool:
@@ -111,12 +103,23 @@ def referred(reference: str, root: dict[str, Any]) -> Any:
     return root if reference == "#" else root["$defs"][reference.removeprefix("#/$defs/")]
 
 
+def spelled(value: Any) -> tuple[str, ...]:
+    """How a value may be written between tags."""
+    if value is None or isinstance(value, bool):
+        return ("null", "None") if value is None else (json.dumps(value), str(value))
+    return (value if isinstance(value, str) else json_text(value),)
+
+
 def typed_text(text: str, schema: Any, root: Any) -> str:
     """A value that stands as text between tags, as JSON: of a type that the schema allows where there is one, and text
     where nothing else fits. Beside JSON itself, literals of Python count, as templates write true, false and null."""
     (kinds,) = all_kinds([schema], root)
     if kinds == {"string"}:
         return json_text(text)
+    named = named_values(schema) if isinstance(schema, dict) else None
+    for value in named or ():
+        if text in spelled(value):  # a text may look like a number that is not among them
+            return json_text(value)
     is_list = text.lstrip()[:1] in ("[", "{") and "\\" not in text  # before some letters Python warns of a backslash
     try:
         found = python_json(text) if is_list or text in ("True", "False", "None") else text.strip()

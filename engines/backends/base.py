@@ -292,7 +292,7 @@ class BoundEngine(Engine):
                 raise EngineError(f"{self.shape.name}: {found}")
         self._bound |= fresh
 
-    def _rebind(self, fresh: Collection[str]) -> None:
+    def _rebind(self, fresh: Mapping[str, Any]) -> None:
         """Forget what was prepared for tensors that get other memory."""
 
     def _check_bound(self, states: Iterable[str] = ()) -> None:

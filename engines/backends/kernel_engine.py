@@ -13,7 +13,7 @@ and in the decode step that computes it alone: whether a draft is accepted canno
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
-from edgellm.kernels.arrays import ITEM_SIZES, Array
+from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, RunsLayout
 
@@ -72,6 +72,10 @@ class KernelEngine(BoundEngine):
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
         self._scratch: list[dict[str, Array]] = []
         self._launches: list[Any] = []
+        #: Launches for the memory that was bound before, and the names of what changes: a prompt of another slot is
+        #: not to wait until hundreds are prepared anew.
+        self._kept: dict[tuple[Any, ...], list[Any]] = {}
+        self._changing: set[str] = set()
         self._launches_by_layer: list[Any] = []
         self._layer_starts: dict[int, int] = {}
         self._is_whole = True
@@ -87,7 +91,7 @@ class KernelEngine(BoundEngine):
             self._scratch.append(arrays)
         words = max(adapter_words(program) for _, program in self._passes)
         self._areas = [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
-        self._launches, self._launches_by_layer = [], []
+        self._launches, self._launches_by_layer, self._kept = [], [], {}
 
     def _load(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         layouts = {name: layout for name in self.program.weights if (layout := loaded[name]) is not None}
@@ -97,8 +101,12 @@ class KernelEngine(BoundEngine):
             program = replace(self.program, packed=layouts)
             self.choice.load_prompts(program, self._kernels, self._prompt_step, are_packed=True)
 
-    def _rebind(self, fresh: Collection[str]) -> None:
-        self._launches, self._launches_by_layer = [], []
+    def _rebind(self, fresh: Mapping[str, Any]) -> None:
+        arrays = [array for array in fresh.values() if isinstance(array, DeviceArray)]
+        if fresh.keys() != self._changing or len(arrays) < len(fresh):
+            self._kept, self._changing = {}, set(fresh)
+        place = tuple((array.pointer, array.shape, array.dtype) for array in arrays)
+        self._launches, self._launches_by_layer = self._kept.setdefault(place, []), []
 
     def enqueue(self) -> None:
         self._enqueue(self.launches(), lambda index: None)
@@ -120,7 +128,7 @@ class KernelEngine(BoundEngine):
     def launches(self) -> Sequence[Any]:
         """What `enqueue` runs, each of which may start before the one before it has ended."""
         if not self._launches:
-            self._launches = self._prepare()
+            self._launches += self._prepare()
             for launch in self._launches:
                 launch.overlap_previous()
         return self._launches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -242,6 +243,19 @@ def _finite_number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text:.40} is out of range, expected one below 1.8e308")
     return value
+
+
+def parsed_json(text: str) -> Any:
+    """The value of a model's JSON text, which can be sent as JSON again: a number beyond floats is the largest of them,
+    half of a surrogate pair U+FFFD. ValueError or RecursionError for what is none, NaN and infinity among it."""
+    most = sys.float_info.max
+    value = json.loads(
+        text, parse_constant=_refuse_constant, parse_float=lambda number: max(-most, min(float(number), most))
+    )
+    if "\\u" not in text:
+        return value
+    units = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+    return json.loads(units.decode("utf-16", "replace"))
 
 
 def plain_values(instance: Any) -> dict[str, Any]:

@@ -41,10 +41,11 @@ WINDOW_STEP = 64
 #: What TensorRT's engines cost, whose shapes are fixed (kernels take any number of tokens at once), in tokens: a chunk
 #: beside its own, for its launches; and at least, as reading the weights takes longer than computing few tokens.
 _TENSORRT_CHUNK, _TENSORRT_LEAST = 64, 256
-#: Of packed weights, the chunk that kernels compute as they are; what dequantizing costs TensorRT's others, in tokens.
+#: Of packed weights, chunks that kernels compute as they are, beside the shortest: a step of 32 tokens of 8B takes 4.4
+#: ms there, one of 64 7.3. What dequantizing costs TensorRT's others, in tokens.
 #: Measured with Llama-1B shapes on an H200: 64 tokens in 1.80 ms by kernels; 128 in 1.63 ms dense, in 2.32 packed; 512
 #: in 2.55 and 3.29; 4.4 us for each token of long chunks. So two chunks of 64 cost more than one of 128.
-_PACKED_CHUNK, _TENSORRT_DEQUANTIZES = 64, 160
+_PACKED_CHUNKS, _TENSORRT_DEQUANTIZES = (32, 64), 160
 _KEY_RANGES = (1024, 4096, 16384, 65536)
 
 
@@ -205,7 +206,7 @@ class EngineLimits:
     @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:
         """The chunk sizes that engines exist for, ascending: multiples of the first; the last is `prefill_chunk`."""
-        sizes = (16, *([_PACKED_CHUNK] if self.packed else []), 128, 512)
+        sizes = (16, *(_PACKED_CHUNKS if self.packed else ()), 128, 512)
         return tuple(size for size in sizes if size < self.prefill_chunk) + (self.prefill_chunk,)
 
     def cheapest_chunks(self, count: int) -> tuple[int, ...]:
@@ -222,7 +223,7 @@ class EngineLimits:
             choices = []
             for size in self.prefill_chunks:
                 cost, others = best[max(0, rest - size // step)]
-                dequantizing = _TENSORRT_DEQUANTIZES if self.packed and size > _PACKED_CHUNK else 0
+                dequantizing = _TENSORRT_DEQUANTIZES if self.packed and size > _PACKED_CHUNKS[-1] else 0
                 own = max(size, _TENSORRT_LEAST) + _TENSORRT_CHUNK + dequantizing
                 choices.append((cost + own, (size, *others)))
             best.append(min(choices))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 from byte_level_tokenizer import byte_level
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from starlette.responses import JSONResponse
 
 from edgellm.http.answers import AnswerReader, ChatWriter, Piece
 from edgellm.http.fields import ParsedRequest
@@ -20,7 +22,7 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.structure.reasoning import ReasoningState, reasoning_marks
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.tool_calls.calls import joined_deltas
+from edgellm.tool_calls.calls import ToolCall, all_deltas, joined_deltas
 from edgellm.tool_calls.formats import tool_format
 from edgellm.tool_calls.reader import ToolReader
 
@@ -158,6 +160,53 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     called = [item["arguments"] for item in output if item["type"] == "function_call"]
     said = [item["content"][0]["text"] for item in output if item["type"] == "message"]
     assert called == ['{"at": "once"}'] * 2 and "".join(said) == "hello world"
+
+
+@pytest.mark.parametrize("text", ["\U0001f916 you\u00e9", "how \U0001f916"])
+def test_log_probabilities_of_tokens_without_text_are_streamed(tokenizer: Tokenizer, text: str) -> None:
+    """Those of a character's first bytes come with its last one, and those behind the last character at the end."""
+    ids = encoded(tokenizer, text)[:-1]  # the last character is cut
+    request = Request(messages=[{"role": "user", "content": "x"}], params=SamplingParams(logprobs=0))
+    response = Response(tokenizer.decode(ids), tuple(ids), "length", Usage(1, 0, len(ids)), Timings(0, 0, 0, 0))
+
+    def made(stream: bool) -> tuple[ResponseWriter, AnswerReader]:
+        reader = AnswerReader(tokenizer, OutputText(tokenizer.detokenizer()), None, "closed")
+        return ResponseWriter(ParsedRequest((request,), "m", stream), tokenizer, [reader]), reader
+
+    def listed(output: Any) -> list[Any]:
+        return output[0]["content"][0]["logprobs"]
+
+    chunks = chunks_of(tokenizer, ids, 1)
+    writer, reader = made(False)
+    logprobs = tuple(each for chunk in chunks for each in chunk.logprobs)
+    whole = writer.whole([reader.read(Chunk(response.text, tuple(ids), (), logprobs))], [response])
+    writer, reader = made(True)
+    events = b"".join(event for chunk in chunks for event in writer.piece(0, reader.read(chunk)))
+    events += b"".join(writer.ended(0, response))
+    found = [json.loads(line[6:]) for line in events.split(b"\n") if line.startswith(b"data: ")]
+    deltas = [each for event in found for each in event.get("logprobs", ()) if event["type"].endswith(".delta")]
+    assert len(deltas) == len(ids) and deltas == listed(whole["output"]) == listed(found[-1]["response"]["output"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ('{"x": 1e999, "y": [-2E400]}', {"x": sys.float_info.max, "y": [-sys.float_info.max]}),
+        (r'{"at": "\ud83e\udd16 \ud83e"}', {"at": "\U0001f916 \ufffd"}),
+    ],
+)
+def test_arguments_that_json_cannot_hold_are_sent_as_what_is_nearest(
+    tokenizer: Tokenizer, arguments: str, told: dict[str, Any]
+) -> None:
+    call = ToolCall("1", "look", arguments)
+    request = Request(messages=[{"role": "user", "content": "x"}])
+    response = Response("", (1,), "tool_calls", Usage(1, 0, 1), Timings(0, 0, 0, 0), tool_calls=(call,))
+    reader = AnswerReader(tokenizer, OutputText(tokenizer.detokenizer()), None, "closed")
+    piece = Piece(calls=all_deltas(response.tool_calls))
+    for kind in (MessageWriter, ChatLineWriter):
+        writer = kind(ParsedRequest((request,), "m"), tokenizer, [reader])
+        sent = json.loads(JSONResponse(writer.whole([piece], [response])).body)
+        assert json.dumps(told) in json.dumps(sent) and call.parsed == told
 
 
 def blocks_of(

@@ -24,6 +24,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.made import CAPTURED
 from edgellm.media.encoders import MediaEncoders
 from edgellm.media.vision import VisionEncoder
 from edgellm.metrics import Metrics
@@ -71,7 +72,7 @@ def test_embeddings_are_those_of_transformers(name: str, dtype: str, attention: 
         for features, expected in zip(found.deepstack, image.deepstack, strict=True):
             differences.append(relative_difference(values_of(backend, features), expected))
     again = runner.encode(images[::-1])
-    assert runner.metrics.encoded == len(images)
+    assert runner.encoded == len(images)
     assert all(one.rows.pointer for one in again)
     runner.close()
     backend.close()
@@ -111,6 +112,38 @@ def test_pixels_to_embeddings_beside_a_language_model(
     print(f"\n{family}: {', '.join(f'{difference:.3%}' for difference in differences)}")
     # Weights of another kind than the goldens', and pixels in the dtype, too.
     assert max(differences) <= (0.02 if dtype is None else TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_frames_one_behind_the_other_have_the_bits_of_each_alone(
+    family: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    """Captured launches, in memory that earlier frames had, without waiting; beside kernels one by one."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 3, **FAMILIES[family])
+    build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 16, 64, image_rows=(64, 128)), [])
+    directory = EngineDirectory.open(tmp_path / "engines")
+    vision = directory.vision
+    assert vision is not None
+    processor = open_image_processor(directory.path, vision.config, vision.config.patches_within(128))
+    random = np.random.default_rng(4)
+    sizes = ((30, 41), (17, 60), (60, 50)) * 4
+    images = [processor.prepare(random.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
+    backend = open_backend("tensorrt", directory)
+    runner = open_vision(backend, directory, cache_bytes=0)
+    captured = backend.made.counts[CAPTURED]
+    assert captured == len(directory.limits.image_rows)
+    found = runner.encode(images)
+    together = [values_of(backend, one.rows) for one in found]
+    for image, expected in zip(images, together, strict=True):  # the latter in memory that was given back
+        found.clear()
+        np.testing.assert_array_equal(values_of(backend, runner.encode([image])[0].rows), expected)
+    assert backend.made.counts[CAPTURED] == captured
+    for image, expected in zip(images, together, strict=True):
+        runner._steps.captures.clear()
+        runner._steps._warm.clear()
+        np.testing.assert_array_equal(values_of(backend, runner.encode([image])[0].rows), expected)
+    runner.close()
+    backend.close()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from absent_serving import ServingOnNothing, ranks_on_nothing
 from every_kind import ALL_PARAMS, DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
@@ -16,8 +17,9 @@ from packed_checkpoints import write_packed
 from speech_models import CHECKPOINTS
 from synthetic_sound import RATE, sound
 from tiny_families import MIXTURES, RECURRENT, WINDOWED
+from tiny_multimodal import FAMILIES
 
-from edgellm import LLM, SpecDecodeRuntime
+from edgellm import LLM, Request, SpecDecodeRuntime
 from edgellm.engines.backends.encoder_engine import EncoderEngine
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.building.builder import build_engine_directory
@@ -135,6 +137,60 @@ def test_nothing_is_made_for_a_sound_after_opening(
             request = transcription_request(name, (sound(seconds), RATE), params=PARAMS)
             assert len(runtime.handle_request(request).token_ids) == 20
         assert (len(backend._engines), set(backend.module.sources), backend.made.counts[CAPTURED]) == before
+
+
+def test_prompts_of_other_slots_find_their_launches(
+    on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each slot had a prompt of a size; for other weights, and other memory, they are prepared anew."""
+    on_nothing(3)
+    with SpecDecodeRuntime(drafting=None) as runtime:
+        base = runtime._runner.base
+        shape = base.limits.base_shape("prefill", 1, base.limits.prefill_chunks[0], base.limits.key_ranges[-1])
+        slots = [slice(slot, slot + 1) for slot in range(3)]
+        first: list[Any] = [base._engine(shape, slot).launches() for slot in slots]
+        assert len({id(launches[0]) for launches in first}) == 3
+        with monkeypatch.context() as changed:
+            changed.setattr(KernelEngine, "_prepare", None)
+            assert [base._engine(shape, slot).launches() for slot in slots] == first
+        engine: Any = base._engine(shape, slots[0])
+        engine.bind({"logits": replace(engine._bound["logits"])})
+        assert base._engine(shape, slots[1]).launches()[0] is not first[1][0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_nothing_is_made_for_an_image_after_opening(
+    family: str,
+    on_nothing: Callable[[int], list],
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Images of every size are encoded in one captured launch, which nothing waits for, and frames take the memory of
+    those that are not kept any more."""
+    made, checkpoint = on_nothing(1), make_checkpoint(tmp_path / "checkpoint", 3, **FAMILIES[family])
+    limits = EngineLimits(1, prefill_chunk=64, kv_capacity=128, image_rows=(64, 128))
+    build_engine_directory(checkpoint, tmp_path / "engines", limits, [])
+    with SpecDecodeRuntime(tmp_path / "engines", drafting=None) as runtime:
+        (backend,) = made
+        while runtime.idle():
+            pass
+        runner: Any = runtime._media.by_name["image"]._runner
+        runner.cache.most = 3 * runner._buffers["image_embeddings"].nbytes
+        captured, before = backend.made.counts[CAPTURED], (set[Any](), 0)
+        with monkeypatch.context() as changed:
+            changed.setattr(EncoderEngine, "_launch", None)
+            changed.setattr(EncoderEngine, "enqueue", None)
+            for turn in range(12):
+                if turn == 9:  # sizes are known, and what was kept of frames is full
+                    before = set(backend.module.sources), backend._next
+                    changed.setattr(backend, "synchronize", None)
+                for size in ((40, 30), (60, 50)):
+                    image = np.full((*size, 3), turn, np.uint8)
+                    shown = [{"type": "image", "image": image}, {"type": "text", "text": "What is this?"}]
+                    runtime.handle_request(Request(messages=[{"role": "user", "content": shown}], params=PARAMS))
+        assert backend.made.counts[CAPTURED] == captured
+        assert (set(backend.module.sources), backend._next) == before
 
 
 def test_rows_that_the_host_brings_are_no_part_of_captures(

@@ -93,9 +93,9 @@ def nested(depth: int) -> str:
         ),
         (
             '{"content": "x", "template_variables": {"v": 1' + "0" * 400 + "}}",
-            "number of 1329 bits: expected at most 64",
+            "number of 1329 bits: expected 63 and a sign",
         ),
-        ('{"content": "x", "template_variables": {"v": 1' + "0" * 5000 + "}}", "expected at most 64|not valid JSON"),
+        ('{"content": "x", "template_variables": {"v": 1' + "0" * 5000 + "}}", "expected 63 and a sign|not valid JSON"),
         ('{"content": "x", "tools": [' + "1," * 2_000_000 + "1]}", r"tools\[0\] is a int"),
         ('{"content": "x", "tools": [{"name": [' + "1," * 2_000_000 + "1]}]}", "tools has more than 100,000 values"),
         (nested(70), "is nested more than 64 deep"),

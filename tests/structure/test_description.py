@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import json
 import random
+import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional
+from typing import Any, Dict, List, Literal, Optional, TypedDict  # noqa: UP035
 
 import pytest
 from costly_schemas import rules
@@ -17,6 +18,9 @@ from wrong_values import wrong_values
 
 from edgellm.errors import RequestError
 from edgellm.structure.description import Structure, schema_of, structure_of, structure_of_response_format
+
+if sys.version_info >= (3, 11):
+    from typing import NotRequired, Required
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]}
 POINT |= {"additionalProperties": False}
@@ -90,6 +94,23 @@ def test_a_dataclass_is_a_schema_and_its_answers_are_instances():
     assert isinstance(action.speed, float) and isinstance(action.pose.xyz[0], float) and action.made == "here"
     assert not structure.is_complete(json.dumps({**value, "made": "x"}))
     assert not structure.is_complete(json.dumps({**value, "level": 3}))
+
+
+class Step(TypedDict, total=False):
+    at: Required[int]
+    then: NotRequired[List[Dict]]  # noqa: UP006
+    by: float
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no marks of keys")
+def test_a_typed_dict_is_a_schema_whose_keys_may_be_marked():
+    structure = Structure(json=Step)
+    assert structure.parsed('{"at": 1, "then": [{"a": 1}, {}], "by": 2}') == {
+        "at": 1,
+        "then": [{"a": 1}, {}],
+        "by": 2.0,
+    }
+    assert structure.parsed('{"at": 1}') == {"at": 1} and not structure.is_complete('{"by": 2}')
 
 
 def test_random_answers_of_a_dataclass_are_instances():

@@ -230,6 +230,7 @@ def test_annotations_pass_and_change_nothing(keyword):
     assert Structure(json=noted).grammar_text == Structure(json=schema).grammar_text
 
 
+ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 READ = {
     "unknown keywords": (
         {"type": "integer", "format": "int64", "x-order": 1, "_uniqueItems": True, "min": 7, "links": []},
@@ -335,6 +336,31 @@ READ = {
         {"type": "string", "format": "uri-reference"},
         ['"/a?b#c"', '"../x"', '"http://a.b/c"'],
         ['"a b"', '"%z"'],
+    ),
+    "URIs": (
+        {"type": "string", "format": "uri"},
+        ['"urn:isbn:1"', '"https://a:b@c.d:80/e?f=/#g"', '"mailto:a@b.c"'],
+        ['"//a/b"', '"a b:c"', '"1a:b"', '"http://[::1"'],
+    ),
+    "durations": (
+        {"type": "string", "format": "duration"},
+        ['"P1Y2M3DT4H5M6S"', '"PT10M"', '"P2W"', '"P1DT12H"'],
+        ['"P"', '"PT"', '"P1Y1D"', '"P1W1D"', '"P1.5D"'],
+    ),
+    "zod's addresses of mail": (
+        {"type": "string", "format": "email", "pattern": ZOD_EMAIL},
+        ['"o\'neil.a+b@c-d.ef"', '"_@a.bc"'],
+        ['"a\'@b.cd"', '"a..b@c.de"', '".a@b.cd"', '"a@b.c"', '"a@b"'],
+    ),
+    "pydantic's decimals": (
+        {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
+        ['"-00.50"', '"+.5"', '"7."', '"12"'],
+        ['"."', '"-"', '""', '"1.2.3"', '"+-1"'],
+    ),
+    "addresses of mail": (
+        {"type": "string", "format": "email"},
+        ['"o\'neil+a@b-c.d"', '"a@localhost"'],
+        ['"a..b@c"', '"a@-b"', '"a@b@c"', '".a@b"'],
     ),
 }
 

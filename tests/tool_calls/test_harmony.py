@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,12 @@ ANSWERS = {
     "as it is": ("", "as it is", []),
     "": ("", "", []),
     "<|channel|>analysis<|message|>cut sho": ("cut sho", "", []),
+    # Cut within a header: the reader looked at it for ever.
+    THINKS: ("We look, 1 < 2.", "", []),
+    THINKS.removesuffix("assistant"): ("We look, 1 < 2.", "", []),
+    "<|channel|>final<|message|>Yes<|start|>": ("", "Yes", []),
+    "No header<|start|>assistant": ("", "No header", []),
+    "No header <|message|>here": ("", "No header <|message|>here", []),
 }
 
 
@@ -87,6 +94,35 @@ def test_an_answer_is_read_wherever_it_is_cut(answer: str, size: int) -> None:
     deltas = reader.take_deltas()
     assert [(delta.name, delta.arguments) for delta in deltas] == [(name, arguments) for name, arguments, _ in called]
     assert (reader.error is not None) == ("fly" in answer)
+
+
+PIECES = [
+    *MARKS,
+    "assistant",
+    "analysis",
+    " to=functions.look",
+    "to=functions.fly",
+    "json",
+    "{}",
+    "text",
+    "<|",
+    " ",
+    "as",
+]
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 250))
+def test_any_marks_in_any_order_are_read_the_same_wherever_they_are_cut(first: int) -> None:
+    def read(pieces: list[str]) -> tuple[Any, ...]:
+        reader = HarmonyReader({"look": {}}, IDS)
+        said = "".join(reader.push(0, piece) for piece in pieces) + reader.finish()
+        calls = [(call.name, call.arguments, call.complete) for call in reader.calls]
+        return said, "".join(reader.thoughts), calls, reader.error
+
+    for seed in range(first, first + 250):
+        generator = random.Random(seed)
+        pieces = generator.choices(PIECES, k=generator.randrange(9))
+        assert read(pieces) == read(["".join(pieces)]) == read([*"".join(pieces)]), pieces
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +182,21 @@ def test_thoughts_are_apart_in_http_and_hidden_in_text(directory: Path) -> None:
     assert len(thinking) > 10 and max(thinking) < min(place for place, piece in enumerate(pieces) if piece.content)
 
 
+@pytest.mark.parametrize("stops", [["table"], ["We look", "channel", "analysis", "table"], ["\n", "able."]])
+def test_stop_strings_are_looked_for_in_what_is_said(directory: Path, stops: list[str]) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    channels = HarmonyReader({}, harmony_ids(tokenizer) or {})
+    answer = OutputText(tokenizer.detokenizer(shown_ids=channels.shown_ids), stops, (), [257], 300, channels)
+    for token in tokenizer.encode(
+        f"{THINKS.replace('1', chr(10))}<|channel|>final<|message|>On the table.", add_special_tokens=False
+    ):
+        if answer.finish_reason is None:
+            answer.push(token)
+    assert answer.finish_reason == "stop_string" and answer.stop_match == stops[-1]
+    assert answer.text == f"On the {'t' if stops[-1] == 'able.' else ''}"
+    assert "".join(channels.thoughts) == "We look, \n < 2."
+
+
 def test_rules_begin_in_headers_alone(directory: Path) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     ids = harmony_ids(tokenizer)
@@ -170,6 +221,11 @@ def test_rules_begin_in_headers_alone(directory: Path) -> None:
     for free in ("<|channel|>analysis<|message|>to=functions.", "<|channel|>final<|message|>", ""):
         rules, allowed = fed(free)
         assert len(allowed) == 320 and rules.is_complete()
+    named = "<|channel|>commentary to=functions.look"
+    behind = {tokenizer.encode(text, add_special_tokens=False)[0] for text in (" ", *MARKS[2:5])}
+    assert fed(named)[1] == behind  # no "json", with which the name would be another
+    for more in (" <|constrain|>json", "<|constrain|>json", " json", "<|channel|>commentary json", ""):
+        assert len(fed(f"{named}{more}<|message|>{{")[1]) == 1, more
     rules, allowed = fed('<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "')
     assert allowed == {tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "cp"}
     rules.rollback(len("at") + 6)
@@ -177,14 +233,38 @@ def test_rules_begin_in_headers_alone(directory: Path) -> None:
     assert rules.is_complete()
 
 
-def test_a_structure_begins_in_the_final_channel(directory: Path) -> None:
+def test_a_token_of_a_long_answer_takes_as_long_as_one_of_a_short_one(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    vocabulary = GrammarVocabulary.of_tokenizer(tokenizer, 320, [257, 264])
+    choice = checked_choice(checked_tools(TOOLS), "auto")
+    assert choice is not None
+
+    class Counting(dict[str, int]):
+        count = 0
+
+        def __getitem__(self, mark: str) -> int:
+            self.count += 1
+            return super().__getitem__(mark)
+
+    ids = Counting(harmony_ids(tokenizer) or {})
+    rules = harmony_constraint(choice, vocabulary, ids)
+    spent = []
+    for token in tokenizer.encode(f"<|channel|>analysis<|message|>{'so ' * 300}", add_special_tokens=False):
+        before = ids.count
+        assert rules.try_advance(token)
+        spent.append(ids.count - before)
+    assert len(spent) > 800 and max(spent[400:]) <= max(spent[:200])
+
+
+@pytest.mark.parametrize("form", ["", " <|constrain|>json", "<|constrain|>shopping_list"])
+def test_a_structure_begins_in_the_final_channel(directory: Path, form: str) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     maker = RuleMaker(tokenizer, 320, [257, 264])
     prompt = tokenizer.encode_chat(ASKED)
     rules = maker.rules(SamplingParams(structure=Structure(json={"enum": ["ab"]})), prompt)
     assert rules is not None
     row = np.zeros(mask_words(320), np.int32)
-    for token in tokenizer.encode(f"{THINKS}<|channel|>final<|message|>", add_special_tokens=False):
+    for token in tokenizer.encode(f"{THINKS}<|channel|>final{form}<|message|>", add_special_tokens=False):
         rules.constraint.fill_mask(row)
         assert (row == -1).all() and not rules.constraint.is_complete()
         assert rules.constraint.try_advance(token)

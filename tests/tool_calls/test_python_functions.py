@@ -6,13 +6,13 @@ import asyncio
 import enum
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 import pydantic
 import pytest
 
-from edgellm import LLM, AsyncLLM, RequestError, Session
+from edgellm import LLM, AsyncLLM, Generation, Request, RequestError, Session
 from edgellm.structure.description import Structure
 from edgellm.tool_calls.calls import ToolCall
 from edgellm.tool_calls.functions import call_arguments, function_tool, result_message
@@ -222,6 +222,25 @@ def test_a_run_calls_functions_until_there_is_an_answer(session: Session, robot:
     called = session.run("Wait 5 seconds.", tool_choice="required")  # of the first answer: this ends
     assert not called.tool_calls and robot.done[2:] == ["5"]
     assert session.messages[-2]["content"] == '{"status": "ok"}'
+
+
+def test_a_call_that_broke_off_beside_a_whole_one_calls_nothing(session: Session, robot: Robot) -> None:
+    ask = session._ask
+
+    def cut(request: Request, conversation: Any) -> Generation:
+        generation = ask(request, conversation)
+        generation.result()
+        state = generation.request_state
+        if state.response is not None and len(state.response.tool_calls) == 2:
+            whole, second = state.response.tool_calls
+            second = replace(second, arguments='{"object": ', complete=False)
+            state.response = replace(state.response, tool_calls=(whole, second))
+        return generation
+
+    session._ask = cut
+    session.run(BOTH)
+    assert robot.done[0] == "white bowl" and roles(session)[:4] == ["user", "assistant", "tool", "assistant"]
+    assert not any("error" in message["content"] for message in session.messages if message["role"] == "tool")
 
 
 def test_what_a_function_raises_is_told_or_raised(session: Session, robot: Robot) -> None:

@@ -36,6 +36,11 @@ KEPT: dict[str, tuple[Any, dict[str, Any]]] = {
     "digits": ({"enum": ["1", "2", "true"]}, {"1": "1", "true": "true"}),
     "mixed": ({"enum": ["a", 1, 2.5, None, True, [1], {"b": "c"}]}, {"1": 1, "None": None, "true": True, "[1]": [1]}),
     "chosen": ({"anyOf": [{"enum": ["null", "red"]}, {"type": "null"}]}, {"red": "red", "null": None}),
+    "alike": ({"enum": ["1", 0, None]}, {"1": "1", "0": 0, "null": None}),
+    "link": ({"type": "string", "format": "uri"}, {"https://a.b/c?d=1": "https://a.b/c?d=1", "urn:a:1": "urn:a:1"}),
+    "code": ({"type": ["string", "null"], "pattern": r"^[A-Z]{2}/\d[.\d]$"}, {"AB/3.": "AB/3.", "null": None}),
+    "day": ({"type": "string", "format": "date", "pattern": "^2.*-0[12]-"}, {"2024-02-29": "2024-02-29"}),
+    "found": ({"type": "string", "pattern": "a.b|/", "maxLength": 4}, {"xa.b": "xa.b", "/\n": "/\n"}),
     "flag": ({"type": "boolean"}, {"true": True, "True": True, "False": False}),
     "nothing": ({"type": "null"}, {"null": None, "None": None}),
     "count": ({"type": "integer", "minimum": 1, "maximum": 20}, {"7": 7}),
@@ -118,6 +123,13 @@ def test_values_between_tags_have_the_type_that_the_schema_allows(kept: str) -> 
         ("count", "21"),
         ("point", '{"y": 1}'),
         ("types", "abcd"),
+        ("link", "a.b/c"),
+        ("code", "AB/34\u0663"),
+        ("code", "AB/3x"),
+        ("day", "2024-03-01"),
+        ("day", "2024-02-30"),
+        ("found", "a\nb"),
+        ("found", "xxa.b"),
         ("mixed", "false"),
     ],
 )
@@ -129,8 +141,11 @@ def test_other_values_between_tags_are_not_allowed(kept: str, text: str) -> None
 @pytest.mark.parametrize(
     ("schema", "error"),
     [
-        ({"type": "string", "pattern": "[a-z]+"}, "text of a form"),
-        ({"type": "string", "format": "date"}, "text of a form"),
+        ({"type": "string", "pattern": "^a|b$"}, "text of a form"),
+        ({"type": "string", "pattern": r"^[\D]$"}, "text of a form"),
+        ({"type": "string", "format": "date", "pattern": "^2|^3"}, "text of a form"),
+        ({"type": "string", "allOf": [{"maxLength": 3}]}, "text of a form"),
+        ({"type": "string", "format": "uuid", "maxLength": 20}, "whose text cannot be begun"),
         ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, "text, or something of a form"),
         ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/point"}]}, "text, or something of a form"),
         ({"type": "string", "enum": [1]}, "which nothing can be"),
@@ -139,6 +154,15 @@ def test_other_values_between_tags_are_not_allowed(kept: str, text: str) -> None
 def test_text_that_tags_cannot_keep_is_refused_by_name(schema: Any, error: str) -> None:
     with pytest.raises(RequestError, match=f"'at'.*{error}|at.*{error}"):
         grammar_of("qwen3_coder", tool({"at": schema}))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("qwen3_coder", key) for key in ("", "a>b", "<x>", "a\nb", "</parameter>")] + [("lfm2", "a-b"), ("pythonic", "1")],
+)
+def test_names_of_arguments_that_would_be_read_as_others_are_refused(name: str, key: str) -> None:
+    with pytest.raises(RequestError, match=r"the tool look has the argument .*cannot write: expected a name "):
+        grammar_of(name, tool({key: {"type": "integer"}}))
 
 
 @pytest.mark.parametrize("parameters", [{"type": "object"}, {"type": "object", "additionalProperties": True}])

@@ -13,14 +13,14 @@ from processor_time import within_seconds
 from edgellm import RequestError
 from edgellm.engines.speculation.constraints import TokenConstraint, allows, fill_tree_masks, mask_words
 from edgellm.opened_model import SHIPPED_MODEL
-from edgellm.structure.grammar import GrammarVocabulary, byte_vocabulary
+from edgellm.structure.grammar import GrammarVocabulary, byte_vocabulary, matches
 from edgellm.structure.reasoning import AfterReasoning
 from edgellm.text.messages import checked_tools
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.calls import ToolChoice, checked_choice
 from edgellm.tool_calls.formats import FORMATS
 from edgellm.tool_calls.reader import ToolReader
-from edgellm.tool_calls.rules import FromCall, call_constraint
+from edgellm.tool_calls.rules import FromCall, call_constraint, call_grammar
 from edgellm.tool_calls.values import all_kinds
 
 LOOK = {
@@ -223,7 +223,7 @@ def test_what_a_format_of_single_arguments_cannot_keep_is_refused_by_name() -> N
         for name in ("pythonic", "qwen3_coder"):
             with pytest.raises(RequestError, match=found):
                 call_constraint(FORMATS[name], wanted, VOCABULARY, {})
-    texts = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^[a-z]*$"}}}
+    texts = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a|b$"}}}
     wanted = choice("required", tools=checked_tools([{"name": "look", "parameters": texts}]))
     with pytest.raises(RequestError, match="argument 'a' with text of a form"):
         call_constraint(FORMATS["qwen3_coder"], wanted, VOCABULARY, {})
@@ -232,6 +232,16 @@ def test_what_a_format_of_single_arguments_cannot_keep_is_refused_by_name() -> N
     wanted = choice("required", tools=checked_tools([{"name": "look", "parameters": odd}]))
     with pytest.raises(RequestError, match="argument 'a b'"):
         call_constraint(FORMATS["lfm2"], wanted, VOCABULARY, {})
+
+
+@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder", "lfm2"])
+@pytest.mark.parametrize("more", [{}, {"required": []}, {"additionalProperties": False}])
+def test_a_tool_without_arguments_is_called_without_any(name: str, more: dict[str, Any]) -> None:
+    tools = checked_tools([{"name": "stop", "parameters": {"type": "object", "properties": {}, **more}}])
+    wanted = choice("required", tools=tools)
+    grammar = call_grammar(FORMATS[name], wanted, {})
+    assert matches(grammar, FORMATS[name].written([("stop", {})]))
+    assert not matches(grammar, FORMATS[name].written([("stop", {"at": "cup"})]))
 
 
 def test_definitions_are_found_from_each_argument() -> None:

@@ -155,8 +155,10 @@ def test_a_stream_is_answered_by_its_newest_frames(llm: LLM) -> None:
 
 
 def test_another_question_reuses_the_image(llm: LLM) -> None:
-    with llm.watch([scene("toys")], BOAT) as watch:
+    pixels = np.array(scene("toys"))
+    with llm.watch([pixels], BOAT) as watch:
         first = next(watch)
+        pixels[:] = 0  # as a camera's buffer: the frame was read, and is not read again
         watch.question = LAMP
         second = next(watch)
     assert (first.text[:4], second.text[:3], second.question) == ("Yes,", "No,", LAMP)

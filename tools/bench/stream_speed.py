@@ -8,6 +8,11 @@ prompt is an instruction, the image and a question, as `LLM.watch` writes them. 
 `fixed_ms` about a new frame where the question stands in front of it; `alone_ms` is the encoder and the prefill behind
 the instruction by themselves, without preparing, queue and threads. `repeated_ms` is a frame whose rows are taken
 since it differs by too little.
+
+`frame_parts_ms` and `question_parts_ms` say where the time goes. Of the host: `prepare`, then `encode` and `prefill`,
+both to enqueue it, and `wait` for the token; `around` is what a caller waits for besides: queue, threads, text. Of the
+device's clock: `encode_device` and `prefill_device`, each from when the host begins with it. `device_ms` is what the
+device takes where the host is ahead of it: of several encoders, and prefills, one behind the other, each one's.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +39,7 @@ from provenance import provenance, report
 from random_checkpoint import QWEN_2_5_VL_PREPROCESSOR, SHAPES, write_checkpoint
 from vision_speed import frames
 
+from edgellm.engines.backends.base import Backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -39,6 +47,8 @@ from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.llm import LLM
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
+from edgellm.snapshots.contents import common_beginning
+from edgellm.text.messages import KINDS, media_of_prompt
 
 QWEN_3_VL_2B = SHAPES["qwen3-1.7b"] | {
     "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -77,6 +87,9 @@ TEMPLATE = (
 SYSTEM = "You are a robot. Look at the image, and answer in one word."
 QUESTIONS = [f"Is there a {thing} on the table?" for thing in ("cup", "ball", "book", "hand", "lamp")]
 COUNT, FIRST, IMAGE_TOKENS = 24, 4, 300
+#: So many encoders, or prefills, are enqueued one behind the other.
+BEHIND = 6
+PARTS = ("prepare", "encode", "prefill", "wait", "encode_device", "prefill_device")
 
 
 def first_tokens(llm: LLM, **options: Any) -> list[float]:
@@ -108,25 +121,56 @@ def of_questions(llm: LLM) -> list[float]:
     return spans
 
 
-def alone(runtime: SpecDecodeRuntime) -> list[float]:
-    """Milliseconds of the encoder, and of the prefill behind the instruction, by themselves."""
-    runner, spans = runtime._open_runner(), []
-    assert runtime._media is not None
-    for frame in frames(COUNT):
-        parts = [{"type": "image", "image": frame}, {"type": "text", "text": QUESTIONS[0]}]
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": parts}]
-        sequence = runtime.prepare(Request(messages=messages))
-        first = next(place for place, token in enumerate(sequence.prompt_ids) if token in runtime.media_tokens)
-        runner.backend.synchronize()
-        began = time.perf_counter()
-        media = runtime._media.encode(sequence.prompt_ids, sequence.prepared_media)
-        reused = first if spans else 0
-        runner.start(0, sequence.prompt_ids, reused, SamplingValues(), media).wait()
-        spans.append((time.perf_counter() - began) * 1000)
+def parts(runtime: SpecDecodeRuntime) -> dict[str, Any]:
+    """Milliseconds of each of `PARTS` of frames and of questions about one; `alone_ms` of frames, and `device_ms`."""
+    runner, media, before = runtime._open_runner(), runtime._media, list[int]()
+    assert media is not None
+    backend, device, seen = runner.backend, dict[str, float](), frames(COUNT + BEHIND)
+    spans: dict[str, list[list[float]]] = {"frame": [], "question": []}
+    asked: list[tuple[str, Any, str]] = [("frame", frame, QUESTIONS[0]) for frame in seen[:COUNT]]
+    last = runtime.prepare_image(seen[COUNT - 1], "RGB")  # once, as a watch does
+    asked += [("question", last, QUESTIONS[number % len(QUESTIONS)]) for number in range(COUNT)]
+    for kind, frame, question in asked:
+        shown = [{"type": "image", "image": frame}, {"type": "text", "text": question}]
+        request = Request(messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": shown}])
+        host = [time.perf_counter()]
+        sequence = runtime.prepare(request)
+        host.append(time.perf_counter())
+        ids, events = [*sequence.prompt_ids], [backend.timestamp()]
+        embeddings = media.encode(ids, sequence.prepared_media)
+        host.append(time.perf_counter())
+        events.append(backend.timestamp())
+        first = next(place for place, token in enumerate(ids) if token in runtime.media_tokens)
+        reused = min(common_beginning(before, ids), first if kind == "frame" else len(ids) - 1)
+        start = partial(runner.start, 0, ids, reused, SamplingValues(), embeddings)
+        token = start()
+        host.append(time.perf_counter())
+        events.append(backend.timestamp())
+        token.wait()
+        host.append(time.perf_counter())
+        moments = [event.seconds() for event in events]
+        spans[kind].append([1000 * (end - begin) for each in (host, moments) for begin, end in pairwise(each)])
+        before = ids
+        if len(spans[kind]) == COUNT:
+            device[f"prefill of a {kind}"] = one_behind_the_other(backend, [start] * BEHIND)
         runner.stop(0)
+    assert sum(token in runtime.media_tokens for token in ids) == IMAGE_TOKENS
+    prepared = [media.prepare(media_of_prompt(KINDS["images"], [frame])) for frame in seen[COUNT:]]
+    device["encoder"] = one_behind_the_other(backend, [partial(media.encode, ids, each) for each in prepared])
     runtime._forget_contents()
-    assert sum(token in runtime.media_tokens for token in sequence.prompt_ids) == IMAGE_TOKENS
-    return spans
+    medians = {kind: map(statistics.median, zip(*found[FIRST:], strict=True)) for kind, found in spans.items()}
+    alone = statistics.median(sum(each[1:4]) for each in spans["frame"][FIRST:])
+    named = {f"{kind}_parts_ms": dict(zip(PARTS, found, strict=True)) for kind, found in medians.items()}
+    return {"alone_ms": alone, "device_ms": device, **named}
+
+
+def one_behind_the_other(backend: Backend, steps: Sequence[Callable[[], object]]) -> float:
+    """Milliseconds of the device's clock of each of some steps, which the host enqueues without waiting."""
+    steps[0]()  # the host is ahead from here on
+    begin = backend.timestamp()
+    for step in steps[1:]:
+        step()
+    return 1000 * (backend.timestamp().seconds() - begin.seconds()) / (len(steps) - 1)
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:
@@ -160,14 +204,20 @@ def main() -> None:
     began = time.perf_counter()
     with LLM(engines, backend=arguments.backend, drafting=None) as llm:
         results["opening_seconds"] = time.perf_counter() - began
+        results |= llm.call(parts).result()
         measured = {
-            "alone_ms": llm.call(alone).result(),
             "frame_ms": first_tokens(llm),
             "fixed_ms": first_tokens(llm, fixed=True),
             "question_ms": of_questions(llm),
             "repeated_ms": first_tokens(llm, least_difference=100.0),
         }
     results |= {name: round(statistics.median(spans[FIRST:]), 3) for name, spans in measured.items()}
+    for kind in ("frame", "question"):
+        of_kind = results[f"{kind}_parts_ms"]
+        of_kind["around"] = results[f"{kind}_ms"] - sum(of_kind[name] for name in PARTS[:4])
+    for of_kind in (results["device_ms"], results["frame_parts_ms"], results["question_parts_ms"]):
+        of_kind.update({name: round(spent, 3) for name, spent in of_kind.items()})
+    results["alone_ms"] = round(results["alone_ms"], 3)
     results["frame_by_alone"] = round(results["frame_ms"] / results["alone_ms"], 3)
     report(results, arguments.output)
 

@@ -97,9 +97,9 @@ def measure(directory: EngineDirectory, backend_name: str) -> dict[str, Any]:
         base.stop(0)
     results: dict[str, Any] = {f"{name}_ms": statistics.median(values[FIRST:]) for name, values in parts.items()}
     results["preprocessing_share"] = (results["digest_ms"] + results["patches_ms"]) / results["first_token_ms"]
-    encoded = vision.metrics.encoded
+    encoded = vision.encoded
     _, results["repeated_frame_ms"] = timed(backend, lambda: vision.encode([processor.prepare(frame)]))
-    results["vision_passes_of_a_repeated_frame"] = vision.metrics.encoded - encoded
+    results["vision_passes_of_a_repeated_frame"] = vision.encoded - encoded
     results["image_tokens"], results["patches"] = image.tokens, len(image.patches)
     results["host_patches_ms"] = timed(backend, lambda: processor.prepare(frame).patches)[1]
     results["memory_mib"] = {name: size / 2**20 for name, size in base.memory_plan.items.items()}
