@@ -39,18 +39,20 @@ def read_built(path: Path) -> list[str]:
             f"{path / 'tokenizer.json'} makes nothing of the text {TRIAL_TEXT!r}: take the tokenizer of this very model"
         )
     ToolCalling(tokenizer, directory.tool_format).format()
-    _ = defaults.params
+    _ = defaults.params, defaults.suppressed_tokens
     for model, checkpoint in directory.checkpoints.items():
         with checkpoint() as opened:
             opened.check(model_weights(directory.models[model]), unread=("",))
     if directory.config.is_embedding:
         return []
+    unread = ", ".join(defaults.unread)
+    notes = [f"generation_config.json has {unread}, of which answers take no notice."] if unread else []
     if tokenizer.chat_template is None:
-        return ["The model has no chat template: it completes raw prompts (edgellm generate --raw)."]
+        return [*notes, "The model has no chat template: it completes raw prompts (edgellm generate --raw)."]
     try:
         tokenizer.encode_chat(defaults.with_system_prompt([{"role": "user", "content": TRIAL_TEXT}]))
     except TemplateError as error:
         if not isinstance(error.__cause__, TemplateRaised):
-            raise
-        return [f"A conversation of one message was not rendered: {error}."]  # some take messages of their own form
-    return []
+            raise  # else it takes messages of a form of its own
+        notes.append(f"A conversation of one message was not rendered: {error}.")
+    return notes

@@ -18,7 +18,7 @@ from edgellm.text.tokenizer import read_json_object
 SYSTEM_PROMPT = "system_prompt.txt"
 IMAGE_SYSTEM_PROMPT = "system_prompt_image.txt"
 GENERATION_CONFIG = "generation_config.json"
-#: What `GENERATION_CONFIG` may say of sampling.
+#: What `GENERATION_CONFIG` may say of sampling; the last of greedy answers, too.
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -38,18 +38,27 @@ class ModelDefaults:
 
     @cached_property
     def params(self) -> SamplingParams:
-        """The sampling that `generation_config.json` recommends where it asks for sampling (`do_sample`), else greedy.
+        """The sampling that `generation_config.json` recommends where it asks for sampling (`do_sample`), else greedy,
+        with its `repetition_penalty` either way, as in transformers.
 
         The file is read when this is first asked for: answers that do not use it need no valid one. Raises
         EngineDirectoryError that names the file and the wrong value.
         """
         path = self._directory / GENERATION_CONFIG
         published = read_json_object(path)
-        if published.get("do_sample") is not True:
-            return SamplingParams()
-        found = {key: published[key] for key in SAMPLING_KEYS if published.get(key) is not None}
+        is_drawn = published.get("do_sample") is True
+        keys, base = (SAMPLING_KEYS, {"temperature": 1.0}) if is_drawn else (SAMPLING_KEYS[-1:], {})
+        found = {key: published[key] for key in keys if published.get(key) is not None}
         with at_place(str(path), RequestError, EngineDirectoryError):
-            return SamplingParams(**{"temperature": 1.0} | {key: checked_value(key, found[key]) for key in found})
+            return SamplingParams(**base | {key: checked_value(key, found[key]) for key in found})
+
+    @property
+    def unread(self) -> list[str]:
+        """What changes answers in transformers of `generation_config.json`, whose `suppressed_tokens` are right."""
+        published = read_json_object(self._directory / GENERATION_CONFIG)
+        phrases = [ids for ids in published.get("bad_words_ids") or [] if len(ids) > 1]
+        asked = {"no_repeat_ngram_size": published.get("no_repeat_ngram_size"), "bad_words_ids of several": phrases}
+        return [name for name, value in asked.items() if value]
 
     @cached_property
     def suppressed_tokens(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 from edgellm.engines.errors import AdapterError as AdapterError
@@ -41,8 +42,13 @@ def require_kind(condition: bool, name: str, value: Any, expected: str) -> None:
 
 
 def is_whole(value: Any, low: int, high: float = float("inf")) -> bool:
-    """Whether a value is a whole number from `low` to `high`."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    """Whether a value is a whole number from `low` to `high`, NumPy's included."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+
+
+def is_switch(value: Any) -> bool:
+    """Whether a value is true or false, NumPy's included."""
+    return isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and value.ndim == 0)
 
 
 class ContextError(RequestError):

@@ -8,7 +8,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
 from weakref import finalize
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from edgellm.drafting.ratings import DraftingReport
 from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.engines.closing import Closing
-from edgellm.errors import EdgeLLMError, require_kind
+from edgellm.errors import EdgeLLMError, EngineError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
 from edgellm.prefilled import PrefilledStates
@@ -257,6 +257,9 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         """See `Request.of`; what is refused is counted."""
         with self._thread.metrics.counting_refusals():
             return Request.of(prompt, messages, params, adapter, **options)
+
+    def __reduce__(self) -> NoReturn:
+        raise EngineError("a model is of the process that opened it, and is not pickled or copied: open one in each")
 
     def __repr__(self) -> str:
         """Which model, on what, in what state; it waits for nothing, and raises nothing."""

@@ -124,7 +124,7 @@ class OpenedModel(Closing):
         self._hidden: HiddenStates | None = None
         self._following: FollowingLogits | None = None
         loras = read_adapters(self.directory, adapters)
-        opened = open_backend(backend, self.directory, executor, gpu, gpus)
+        opened = open_backend(backend, self.directory, executor, None if gpu is None else int(gpu), int(gpus))
         try:
             limits, index = self.directory.limits, opened.gpu_index
             chosen = default_drafting(limits, opened.name, index) if drafting == "auto" else drafting

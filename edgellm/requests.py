@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import cached_property
+from inspect import iscoroutinefunction
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from edgellm.drafting.acceptance import DraftingStatistics
-from edgellm.errors import RequestError, did_you_mean, is_whole, require, require_kind, shown
+from edgellm.errors import RequestError, did_you_mean, is_switch, is_whole, require, require_kind, shown
 from edgellm.sampling_params import LARGEST_SEED, SamplingParams, as_float, with_structure
 from edgellm.structure.description import Structure
 from edgellm.text.messages import checked_tools, checked_variables, show_media
@@ -159,13 +160,14 @@ class Request:
             seconds = as_float(self.deadline)
             require(math.isfinite(seconds), "deadline", self.deadline, "a finite number of seconds, or None")
             object.__setattr__(self, "deadline", seconds)
-        checked_priority(self.priority)
+        object.__setattr__(self, "priority", checked_priority(self.priority))
         continues, stop_when = self.continue_final_message, self.stop_when
-        require(isinstance(continues, bool), "continue_final_message", continues, "true or false")
+        require(is_switch(continues), "continue_final_message", continues, "true or false")
         if continues and self.messages is None:
             raise RequestError("continue_final_message is of use to messages: a prompt is continued without it")
-        expected = "a callable that takes the text so far, or None"
-        require_kind(stop_when is None or callable(stop_when), "stop_when", stop_when, expected)
+        expected = "a callable that takes the text so far, which nobody awaits, or None"
+        is_called = callable(stop_when) and not iscoroutinefunction(stop_when)
+        require_kind(stop_when is None or is_called, "stop_when", stop_when, expected)
 
     @classmethod
     def of(
@@ -196,7 +198,7 @@ class Request:
         """This request `count` times, for as many answers: where tokens are drawn with a seed, each has the one after
         that of the request before it. Raises RequestError for a count that is not from 1 to 128."""
         require(is_whole(count, 1, MOST_ANSWERS), "n", count, f"a whole number from 1 to {MOST_ANSWERS}")
-        params = self.params
+        params, count = self.params, int(count)
         if count == 1 or params is None or params.seed is None:
             return [self] * count
         seeds = ((params.seed + more) % (LARGEST_SEED + 1) for more in range(count))
@@ -264,10 +266,10 @@ def _check_prompt(prompt: Any) -> None:
 
 
 def checked_priority(priority: Any) -> int:
-    """A priority as it is; RequestError for anything else."""
+    """A priority; RequestError for anything else."""
     expected = f"a whole number from {-_PRIORITIES} to {_PRIORITIES}, of which the larger goes first"
     require(is_whole(priority, -_PRIORITIES, _PRIORITIES), "priority", priority, expected)
-    return priority
+    return int(priority)
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class SpecDecodeRuntime(OpenedModel):
         self, request: Request, layers: Sequence[int] | None = None, *, hidden_states: bool = False
     ) -> PrefilledStates:
         """Compute a request's prompt, as far as it is not known, and hand out its keys and values in some layers (None:
-        in all).
+        in all that keep some).
 
         With `hidden_states` those of the `hidden_layers` that the model was opened with are handed out, too (perhaps
         alone, with `layers` []): all of the prompt is then computed. Nothing is drawn: the request's sampling is of no
@@ -217,7 +217,7 @@ class SpecDecodeRuntime(OpenedModel):
         of int8, and prompts that are longer than a layer's window.
         """
         sequence, runner, count = self.prepare(request), self._open_runner(), self.directory.config.num_layers
-        layers = range(count) if layers is None else layers
+        layers = runner.base.states.attention_layers if layers is None else layers
         are_layers = isinstance(layers, Sequence) and all(is_whole(each, 0, count - 1) for each in layers)
         are_layers = are_layers and (len(layers) > 0 or hidden_states)
         require(are_layers, "layers", layers, f"a list of whole numbers from 0 to {count - 1}")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from edgellm.errors import RequestError, require, shown
+from edgellm.errors import RequestError, is_switch, require, shown
 from edgellm.structure.description import structure_of, structure_of_response_format
 
 #: Logits divided by less overflow float32: below it the likeliest token is taken, as others write 1e-6 for 0.
@@ -156,8 +156,8 @@ def checked_value(name: str, value: Any) -> Any:
         return tuple(sorted(ids))
     if name == "bad_words":
         return _bad_words(value)
-    require(isinstance(value, bool), name, value, "true or false")
-    return value
+    require(is_switch(value), name, value, "true or false")
+    return bool(value)
 
 
 def _real(name: str, value: Any, low: float, high: float, exclusive: bool = False) -> float:
@@ -184,7 +184,8 @@ def _integer(name: str, value: Any, low: int, high: int, meaning: str = "") -> i
 
 
 def _sequence(name: str, value: Any) -> list[Any]:
-    require(isinstance(value, (list, tuple, range, set, frozenset)), name, value, "a list")
+    is_array = getattr(value, "ndim", 0) == 1
+    require(is_array or isinstance(value, (list, tuple, range, set, frozenset)), name, value, "a list")
     return list(value)
 
 

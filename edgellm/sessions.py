@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
 from edgellm.errors import RequestError, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.requests import Request, RequestOptions, Response, TurnOptions
@@ -70,8 +72,6 @@ class Conversation(Generic[Growing, Answer]):
         RequestError for malformed options.
         """
         first = Request.of(None, (), params, adapter, **options)
-        if system is not None:
-            checked_messages([{"role": "system", "content": system}], media=ENCODER_NAMES)
         self._ask, self._conversation = ask, OngoingConversation(overflow)
         self.params, self.adapter, self.priority = first.params, adapter, first.priority
         #: The `tool_choice` of the next answers.
@@ -84,10 +84,11 @@ class Conversation(Generic[Growing, Answer]):
         }
         self._functions = functions_among(options.get("tools"))
         self.warn: Callable[[str], object] = logger.warning
-        self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, Any]] = []
         self._open: _OpenTurn | None = None
         self._runs = False
         self._lock = threading.RLock()  # `warn` may change the conversation
+        self.system = system
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -101,7 +102,7 @@ class Conversation(Generic[Growing, Answer]):
         """The system prompt, text or parts; "" for none, None for the model's default. Set, it is that of all that was
         said.
 
-        Setting it raises RequestError while an answer is growing.
+        Setting it raises RequestError for what is none, and while an answer is growing.
         """
         messages = self.messages
         return messages[0]["content"] if messages and messages[0]["role"] == "system" else None
@@ -112,7 +113,10 @@ class Conversation(Generic[Growing, Answer]):
             self._settle()
             first = self._messages[:1]
             behind = self._messages[1:] if first and first[0]["role"] == "system" else self._messages
-            self._messages = behind if content is None else [{"role": "system", "content": content}, *behind]
+            told = [] if content is None else [{"role": "system", "content": _kept(content)}]
+            if told:
+                checked_messages(told, media=ENCODER_NAMES)
+            self._messages = [*told, *behind]
 
     def replace(self, messages: Sequence[dict[str, Any]]) -> None:
         """Go on as if this had been said. Raises RequestError for what are no messages, and while an answer grows."""
@@ -120,7 +124,7 @@ class Conversation(Generic[Growing, Answer]):
             checked_messages(messages, media=ENCODER_NAMES)
         with self._lock:
             self._settle()
-            self._messages = [dict(message) for message in messages]
+            self._messages = [_kept(message) for message in messages]
 
     def trim(self, turns: int) -> int:
         """Forget all but system messages and the last `turns`: messages of the user, with all that answers them.
@@ -391,5 +395,16 @@ def _messages_of(content: Content) -> list[dict[str, Any]]:
     """What a session is told, as messages: the results of calls as they are, all else as a message of the user."""
     parts = content if isinstance(content, (list, tuple)) else ()
     if parts and all(isinstance(part, dict) and part.get("role") == "tool" for part in parts):
-        return [dict(part) for part in parts]
-    return [{"role": "user", "content": content}]
+        return _kept(parts)
+    return [{"role": "user", "content": _kept(content)}]
+
+
+def _kept(value: Any, depth: int = 6) -> Any:
+    """What was said as it is now: the next frame in a camera's buffer does not change what a conversation was shown.
+    Frames of a video, with their times, lie five deep in a message."""
+    if isinstance(value, (list, tuple)) and depth:
+        kept = [_kept(each, depth - 1) for each in value]
+        return kept if isinstance(value, list) else tuple(kept)
+    if isinstance(value, dict) and depth:
+        return {key: _kept(each, depth - 1) for key, each in value.items()}
+    return value.copy() if isinstance(value, (np.ndarray, bytearray)) else value

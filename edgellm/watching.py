@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import numpy as np
 from PIL import Image
 
 from edgellm.engines.closing import Closing
-from edgellm.errors import require, require_kind
+from edgellm.errors import EdgeLLMError, require, require_kind
 from edgellm.media.camera import Camera, Frame
 from edgellm.multimodal.image_input import read_image
 from edgellm.requests import Request, RequestOptions, Response
@@ -110,8 +111,8 @@ class Watch(Closing, Iterator[WatchedAnswer]):
         Request.of(None, question, params, adapter, **self._options)  # refuses what is wrong now
         self.notes: list[str] = []
         self.cancelled = 0
-        #: When was asked last, and when that frame was taken.
-        self._asked_at, self._answered, self._asked = -math.inf, -math.inf, ""
+        #: When was asked last, about which frame, and what.
+        self._asked_at, self._answered, self._asked = -math.inf, -1, ""
         #: Which part of a frame's pixels an image has (None: not decided yet); the frame that was asked about last;
         #: what the model saw last, with that frame's number, and the pixels to compare others with.
         self._share: float | None = None
@@ -119,6 +120,8 @@ class Watch(Closing, Iterator[WatchedAnswer]):
         self._shown: tuple[int, Any, np.ndarray] = -1, None, np.empty(0, np.uint8)
         self._closed, self._owns = False, not isinstance(stream, Camera)
         self.camera = Camera(stream) if self._owns else stream
+        if self._owns:  # else a loop that was left would keep a device for ever
+            finalize(self, self.camera.stop).atexit = False
 
     def close(self) -> None:
         """End this, and an answer under way; close the stream, unless it was a `Camera`, whose closing ends this, too.
@@ -129,7 +132,8 @@ class Watch(Closing, Iterator[WatchedAnswer]):
             self.camera.close()
 
     def __next__(self) -> WatchedAnswer:
-        """The answer about the next frame; raises what the stream or a request does."""
+        """The answer about the next frame; raises what the stream or a request does: behind a frame that was damaged
+        the next call goes on."""
         camera = self.camera
         while True:
             camera.wait(self._is_over, max(0.0, self._asked_at + self._every - time.perf_counter()))
@@ -138,10 +142,15 @@ class Watch(Closing, Iterator[WatchedAnswer]):
             if frame is None or self._is_over() or not self._is_due():
                 camera.raise_failure()
                 raise StopIteration
-            if self._share is None:
-                self._prepare(frame, self.question)  # takes a while: the newest is another then
-            elif (answer := self._answer(frame, self.question)) is not None:
-                return answer
+            question = self.question
+            try:
+                if self._share is None:
+                    self._prepare(frame, question)  # takes a while: the newest is another then
+                elif (answer := self._answer(frame, question)) is not None:
+                    return answer
+            except EdgeLLMError:
+                self._answered, self._asked = frame.number, question  # who goes on is answered about the next one
+                raise
 
     def _is_over(self) -> bool:
         return self._closed or self.camera.closed
@@ -149,13 +158,13 @@ class Watch(Closing, Iterator[WatchedAnswer]):
     def _is_due(self) -> bool:
         """Whether the newest frame, or the question, is another than what was asked last."""
         frame = self.camera.frame
-        return frame is not None and (frame.taken > self._answered or self.question != self._asked)
+        return frame is not None and (frame.number > self._answered or self.question != self._asked)
 
     def _answer(self, frame: Frame, question: str) -> WatchedAnswer | None:
         """The answer about a frame; None for one that was cancelled."""
         camera, options = self.camera, self._options
         self._asked_at = asked = time.perf_counter()
-        self._answered, self._asked = frame.taken, question
+        self._answered, self._asked = frame.number, question
         shown, image = self._image_of(frame)
         if self._deadline is not None:
             options = {**options, "deadline": self._deadline - (time.perf_counter() - frame.taken)}

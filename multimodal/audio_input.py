@@ -91,6 +91,7 @@ def _weights(rate: int, target: int, first: int, last: int) -> np.ndarray:
 
 def _mono(samples: np.ndarray) -> np.ndarray:
     """Finite float32 samples [N] of an array's values."""
+    samples = samples.astype(samples.dtype.newbyteorder("="), copy=False)
     what, kind = f"the array {list(samples.shape)} of {samples.dtype}", samples.dtype
     if samples.ndim not in (1, 2) or not samples.size or samples.shape[-1] > max(samples.shape[0], 1):
         raise AudioError(f"{what} is no sound: expected samples [N], at least one, or [N, channels], fewer of them")

@@ -123,7 +123,7 @@ def _eight_bits(values: np.ndarray, what: str) -> np.ndarray:
     """Values of uint8, uint16 (0..65535) or floats (0..1) as uint8, rounded to the nearest."""
     if values.dtype == np.uint8:
         return values
-    if values.dtype == np.uint16:
+    if values.dtype.newbyteorder("=") == np.uint16:
         return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
     if values.dtype.kind != "f":
         raise ImageError(f"{what}: expected uint8, uint16, or floats from 0 to 1. Convert it first, with astype")

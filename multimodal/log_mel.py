@@ -161,7 +161,11 @@ class Sound:
 
     def followed_by(self, samples: np.ndarray) -> Sound:
         """This sound, which stays as it is, and more samples, as `heard` takes them, or none. Raises AudioError."""
-        grown, samples = copy(self), np.asarray(samples)
+        grown = copy(self)
+        try:
+            samples = np.asarray(samples)
+        except ValueError as error:
+            raise AudioError(f"the samples are a {type(samples).__name__} of no equal parts: expected [N]") from error
         if samples.size:
             new, _ = heard((samples, self.rate))
             grown.count, grown._tail = self.count + len(new), np.concatenate((self._tail, new))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +20,6 @@ import numpy as np
 from PIL import Image
 
 from edgellm.engines.errors import ImageError
-from edgellm.engines.formats.strict_formats import is_number
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_input import SOURCE_PIXELS, Channels, ImageSource, read_image
 from edgellm.multimodal.image_layout import ImageLayout, Size
@@ -180,11 +180,12 @@ class VideoProcessor:
         if isinstance(source, (bytes, bytearray, memoryview)):
             return self._decoded(bytes(source), "the video")
         pairs = isinstance(source, (list, tuple)) and all(
-            isinstance(each, (list, tuple)) and len(each) == 2 and is_number(each[0]) for each in source
+            isinstance(each, (list, tuple)) and len(each) == 2 and isinstance(each[0], Real) and math.isfinite(each[0])
+            for each in source
         )
         if not pairs or not source:
             raise ImageError(
-                f"a video is {'empty' if source in ([], ()) else 'a ' + type(source).__name__}: expected a path, the "
+                f"a video is {'empty' if pairs else 'a ' + type(source).__name__}: expected a path, the "
                 "bytes of a file, or a list of frames with their times, pairs (seconds, image)"
             )
         times = [float(seconds) for seconds, _ in source]

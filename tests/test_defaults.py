@@ -196,6 +196,7 @@ def test_recommended_sampling_is_there_to_be_asked_for(shipped: LLM, llm: LLM) -
         ({"do_sample": True, "temperature": 1e-6, "repetition_penalty": 1.05}, SamplingParams(repetition_penalty=1.05)),
         ({"do_sample": True, "temperature": None, "min_p": 0.1}, SamplingParams(temperature=1.0, min_p=0.1)),
         ({"do_sample": False, "temperature": 0.7}, SamplingParams()),
+        ({"temperature": 0.7, "repetition_penalty": 1.1}, SamplingParams(repetition_penalty=1.1)),
         ({"temperature": 0.7}, SamplingParams()),
     ],
 )

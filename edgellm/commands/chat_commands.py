@@ -292,6 +292,8 @@ def _adapter(state: ChatState, argument: str) -> None:
 
 
 def _path(argument: str, command: str) -> Path:
+    if argument[:1] in ("'", '"') and argument[-1:] == argument[:1]:  # as shells and terminals write names with spaces
+        argument = argument[1:-1]
     if not argument or "\0" in argument:
         raise RequestError(f"/{command} needs the name of a file: /{command} FILE")
     return user_path(argument)

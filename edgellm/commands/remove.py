@@ -49,7 +49,7 @@ def _named(text: str, revision: str | None) -> dict[str, Removal]:
     if revision is None and path.name.endswith(".gguf") and (of_file := remove_of_files(resolved(path))):
         return {str(file): removal for file, removal in of_file.items()}
     name = HubName.parse(text)
-    if name is None or path.absolute() in built_directories():
+    if name is None or resolved(path) in built_directories():
         raise HubError(
             f"{text} is no name on the hub, ORG/NAME, nor a GGUF file of which there is something in the cache: "
             "directories of your own are not removed here, delete them"

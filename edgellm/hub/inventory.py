@@ -16,7 +16,7 @@ from edgellm.hub.directories import LOCK_NAME, local_directory, locked
 from edgellm.hub.downloads import RECORD_NAME, Download, Record, repository_folder
 from edgellm.hub.names import HubName, stands_for
 from edgellm.kernels.atomic_write import write_atomically
-from edgellm.kernels.user_paths import user_cache_directory
+from edgellm.kernels.user_paths import resolved, user_cache_directory
 
 _BUILT_NAME, _PLANS_FOLDER = "built.json", "plans"
 #: Of plans and compiled kernels, which come to a directory later.
@@ -103,7 +103,7 @@ def remember_built(path: Path) -> None:
     the cache cannot be written it is not."""
     place = user_cache_directory() / "models" / _BUILT_NAME
     with locked(place.parent), suppress(OSError):  # what builds at the same time is not forgotten
-        known = map(str, [*built_directories(), path.absolute()])
+        known = map(str, [*built_directories(), resolved(path)])
         write_atomically(place, json.dumps(list(dict.fromkeys(known)), indent=1).encode())
 
 
@@ -111,8 +111,8 @@ def built_directories() -> list[Path]:
     """Where engine directories were built by command, as far as they are still there."""
     with suppress(OSError, ValueError, RecursionError):
         stored = json.loads((user_cache_directory() / "models" / _BUILT_NAME).read_bytes())
-        paths = [Path(each) for each in stored if isinstance(each, str)] if isinstance(stored, list) else []
-        return [path for path in paths if (path / DESCRIPTION_NAME).is_file()]
+        paths = [resolved(Path(each)) for each in stored if isinstance(each, str)] if isinstance(stored, list) else []
+        return [path for path in dict.fromkeys(paths) if (path / DESCRIPTION_NAME).is_file()]
     return []
 
 

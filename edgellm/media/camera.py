@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.closing import Closing
-from edgellm.errors import ImageError, MissingDependencyError, require, require_kind
+from edgellm.errors import ImageError, MissingDependencyError, require, require_kind, shown
 from edgellm.sampling_params import as_float
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 #: How long `close` waits for a source that is in the middle of a frame.
 _CLOSING_SECONDS = 2.0
+#: No source knows its frames for longer: such a time is of another clock, `time.time` for example.
+_MOST_AHEAD_SECONDS = 86400.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +64,7 @@ class Camera(Closing):
         self.frames, self.ended, self.closed = 0, False, False
         self._changed = threading.Condition()
         self._failure: Exception | None = None
-        self._source, self._channels, self._period = source, channels, 0.0 if rate is None else 1.0 / rate
+        self._source, self._channels, self._period = source, channels, 0.0 if rate is None else 1.0 / as_float(rate)
         self._thread = threading.Thread(target=self._run, name="edgellm-camera", daemon=True)
         self._thread.start()
 
@@ -81,10 +84,14 @@ class Camera(Closing):
         if self._failure is not None:
             raise self._failure
 
-    def close(self) -> None:
-        """Take no more frames."""
+    def stop(self) -> None:
+        """As `close`, but does not wait for a source that is in the middle of a frame."""
         self.ended = self.closed = True
         self.wake()
+
+    def close(self) -> None:
+        """Take no more frames."""
+        self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSING_SECONDS)  # a source that waits for its device for longer is left alone
 
@@ -92,9 +99,9 @@ class Camera(Closing):
         due = time.perf_counter()
         try:
             for number, item in zip(count(), self._source, strict=False):
-                taken, image, about = (*item, None)[:3] if isinstance(item, tuple) else (None, item, None)
+                taken, image, about = _timed(number, item)
                 due = max(due, time.perf_counter() if taken is None else taken)
-                self.wait(lambda: self.closed, max(0.0, due - time.perf_counter()))
+                self.wait(lambda: self.closed, min(max(0.0, due - time.perf_counter()), threading.TIMEOUT_MAX))
                 if self.closed:
                     return
                 self.frame = Frame(number, due if taken is None else taken, image, self._channels, about)
@@ -104,8 +111,24 @@ class Camera(Closing):
         except Exception as error:  # whoever asks for a frame is told
             self._failure = error
         finally:
+            self._source = None  # a device is released, for the next who opens it
             self.ended = True
             self.wake()
+
+
+def _timed(number: int, item: Any) -> tuple[float | None, Any, Any]:
+    """What a source gives for a frame, with its time (None: it names none) and what it says about it; ImageError for
+    another tuple, and for times of another clock."""
+    if not isinstance(item, tuple):
+        return None, item, None
+    taken, image, about = (*item, None)[:3] if len(item) in (2, 3) else (math.nan, None, None)
+    taken, now = None if taken is None else as_float(taken), time.perf_counter()
+    if taken is not None and not -math.inf < taken < now + _MOST_AHEAD_SECONDS:
+        raise ImageError(
+            f"frame {number} of the source is {shown(item)}: expected an image, (seconds, image) or (seconds, image, "
+            f"about), in seconds of time.perf_counter(), which is {now:.1f} now"
+        )
+    return taken, image, about
 
 
 def _opened(source: int | str | Path) -> tuple[Any, float | None]:

@@ -262,7 +262,7 @@ class Answering:
         frame = self._camera.frame
         if frame is None:
             raise ImageError(f"no image has come yet{f': {self._refused}' if self._refused else ''}")
-        if goal.max_image_age and _age(frame) > goal.max_image_age:
+        if goal.max_image_age and not _age(frame) <= goal.max_image_age:  # nor for one of NaN
             raise ImageError(f"the newest image is {_age(frame):.3g} s old: expected {goal.max_image_age:g} s at most")
         return frame
 
@@ -281,7 +281,7 @@ class Answering:
         if goal.json_schema:
             try:
                 options["structure"] = json.loads(goal.json_schema)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RequestError(f"json_schema is no JSON: {error}") from error
         shown = [] if frame is None else [{"type": "image", "image": frame.image}]
         system = goal.system or self._settings.system
@@ -291,11 +291,16 @@ class Answering:
         return Request.of(None, messages, self._llm.default_params, goal.adapter or None, **options)
 
     def _follow(self, watch: Watch) -> None:
-        try:
-            for answer in watch:
-                self._on_watched(answer)
-        except EdgeLLMError as error:
-            self._problem = error
+        follows = True
+        while follows:
+            try:
+                for answer in watch:
+                    self._problem = None
+                    self._on_watched(answer)
+                follows = False
+            except EdgeLLMError as error:
+                self._problem = error  # the next image may be whole
+                follows = isinstance(error, ImageError) and not self._camera.ended
 
 
 def _age(frame: Frame) -> float:

@@ -381,7 +381,10 @@ class Checkpoint(Closing):
         same_type = head.shape == embedding.shape and head.dtype == embedding.dtype
         if same_type and np.array_equal(self.raw_bytes(_HEAD), self.raw_bytes(_EMBEDDING)):
             return []
-        return [f"unknown: {_HEAD} differs from {_EMBEDDING}, though config.json has tie_word_embeddings true"]
+        return [
+            f"unknown: {_HEAD} differs from {_EMBEDDING}, though config.json has tie_word_embeddings true: set that to "
+            "false where the head is the model's, else take the head out of the files"
+        ]
 
 
 def converted(info: TensorInfo, values: np.ndarray, dtype: str, source: str | None = None) -> np.ndarray:

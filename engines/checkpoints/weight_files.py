@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,13 @@ def open_weight_files(path: Path) -> Sequence[WeightFile]:
 def _open_shards(path: Path) -> list[SafetensorsFile]:
     """Open every shard that the index names and check that both agree."""
     index, paths = indexed_files(path / INDEX_FILE)
-    files = [SafetensorsFile(shard) for shard in paths]
-    places, weight_map = tensor_places({file.path: file.tensors for file in files}), index.get("weight_map", "dict")
-    if wrong := [name for name, shard in weight_map.items() if places.get(name) != path / shard]:
-        listed = "; ".join(f"{name!r} not in {weight_map[name]}" for name in wrong[:5])
-        raise index.error(f"{len(wrong)} tensors are not where 'weight_map' says: {listed}")
+    with ExitStack() as opened:
+        files = [opened.enter_context(closing(SafetensorsFile(shard))) for shard in paths]
+        places, weight_map = tensor_places({file.path: file.tensors for file in files}), index.get("weight_map", "dict")
+        if wrong := [name for name, shard in weight_map.items() if places.get(name) != path / shard]:
+            listed = "; ".join(f"{name!r} not in {weight_map[name]}" for name in wrong[:5])
+            raise index.error(f"{len(wrong)} tensors are not where 'weight_map' says: {listed}")
+        opened.pop_all()
     return files
 
 

@@ -174,7 +174,8 @@ class ConfigFields:
         return ""
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """One id or a list of ids, from `generation_config.json` if it has them, else from `config.json`."""
+        """One id or a list of ids, from `generation_config.json` if it has them, else from `config.json`;
+        those beyond the vocabulary, which no model says, are left out beside others."""
         place, value = "generation_config.json: ", self.generation_values.get(key)
         if value is None:
             place, value = "", self.values.get(key)
@@ -184,9 +185,11 @@ class ConfigFields:
         if not all(is_integer(item) and 0 <= item <= LARGEST_SIZE for item in ids):
             self.expect(f"{place}{key}", value, f"a token id or a list of them, from 0 to {LARGEST_SIZE}")
             return ()
-        if any(item >= vocab_size > 0 for item in ids):
-            self.wrong.append(f"{place}{key} is {as_json(value)}, but vocab_size is {vocab_size}")
-        return tuple(dict.fromkeys(ids))
+        within = [item for item in ids if item < vocab_size or vocab_size <= 0]
+        if ids and not within:
+            expected = f"vocab_size is {vocab_size}: name the ids that end answers in generation_config.json"
+            self.wrong.append(f"{place}{key} is {as_json(value)}, but {expected}")
+        return tuple(dict.fromkeys(within))
 
     def refuse_unsupported(self) -> None:
         """Note every feature that changes the computation and is not implemented."""

@@ -17,6 +17,7 @@ import os
 import re
 import struct
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
@@ -148,9 +149,16 @@ class GgufFile:
 def open_split(path: Path) -> list[GgufFile]:
     """The one file, or all of those that it is one of by its name and metadata, the first first; CheckpointError where
     they do not belong together."""
+    with ExitStack() as opened:
+        files = _belonging(path, lambda each: opened.enter_context(closing(GgufFile(each))))
+        opened.pop_all()  # else nothing stays open
+    return files
+
+
+def _belonging(path: Path, opened: Callable[[Path], GgufFile]) -> list[GgufFile]:
     match = _SPLIT.fullmatch(path.name)
     if match is None:
-        file = GgufFile(path)
+        file = opened(path)
         if (count := file.metadata.get("split.count", 1)) != 1:
             raise CheckpointError(
                 f"{path} is one of {count} files by its metadata, but is not called so: give all their published "
@@ -168,7 +176,7 @@ def open_split(path: Path) -> list[GgufFile]:
             f"{path} is one of {count} files, of which {len(missing)} are missing: {', '.join(missing[:5])}. Put all "
             "into one folder"
         )
-    files = [GgufFile(each) for each in paths]
+    files = [opened(each) for each in paths]
     names: dict[str, Path] = {}
     for number, file in enumerate(files):
         found = file.metadata.get("split.no", 0), file.metadata.get("split.count", 1)

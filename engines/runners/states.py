@@ -173,6 +173,11 @@ class ModelStates:
                 if name in views:
                     yield SlotRows(name, views[name], shape[-2], layer.first_saved(count))
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values of their own."""
+        return tuple(each.index for each in self._layers if isinstance(each, states.KVRows))
+
     def shared_rows(self, slot: int, layer: int, tokens: int, owner: object) -> tuple[SharedArray, SharedArray]:
         """Keys and values [1, key-value heads, N, D] of a slot's first N = `tokens` tokens in an attention layer, where
         they are; they keep `owner`. Raises EngineError for a layer that has no such rows, or not as they are read."""

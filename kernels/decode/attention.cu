@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
     __shared__ Tables tables;
     Block<T, STEPS> block{arguments};
     block.find_place(shared, tables);
-    if (block.in_cluster) arrive_at_cluster();  // before anyone writes to another's memory, all must have begun
-    launch_next_kernel();
+    if (block.in_cluster) arrive_at_cluster<false>();  // before anyone writes to another's memory, all must have begun
+    if (!NEXT_LATE) launch_next_kernel();
     block.find_keys();
     if (block.split >= block.active) {
         wait_for_previous_kernel();
@@ -61,20 +61,14 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
         auto next_of = [&](int stage) { return stage + 1 < block.stages ? stage + 1 : 0; };
         auto load = [&](int end) {
 #pragma unroll 1
-            for (; loaded < end; ++loaded, place = next_of(place)) {
-                load_tiles(block, division, loaded, place);
-                if constexpr (APART) {
-                    load_tiles<true, false, 1>(block, division, loaded, place);
-                    load_tiles<false, true>(block, division, loaded, place);
-                }
-            }
+            for (; loaded < end; ++loaded, place = next_of(place)) load_tiles(block, division, loaded, place);
         };
 #pragma unroll 1
         for (int round = 0, stage = 0; round < division.rounds; ++round, stage = next_of(stage)) {
             const bool fills = round == 0 || block.stages == 1;  // else the barrier below frees a place
             const bool was_ready = is_ready;
             if (fills && is_ready) wait_for_block(alone);
-            if (fills && (is_ready || !IN_TURN || APART)) load(round + block.stages);
+            if (fills && (is_ready || !IN_TURN)) load(round + block.stages);
             if (!is_ready) {
                 NormWeights<STEPS> norms;
                 read_norms(norms, block);
@@ -104,6 +98,7 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
             load(round + block.stages);
             if (round == 0) rows = rows_of(block, division), clear(whole);
             compute_tile(whole, kept, softmax, block, rows, division, round, stage);
+            if (NEXT_LATE) launch_next_kernel();
         }
         if constexpr (!SHARES) {
 #pragma unroll

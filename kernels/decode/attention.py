@@ -50,9 +50,6 @@ _BLOCK, _WARP, _HEADS, _NEW = fitted(_FITTED, "block", "warp", "heads", "new")
 _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = fitted(_FITTED, "merge", "merge_cluster", "merge_memory")
 _TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = fitted(_FITTED, "tile", "tile_64", "tile_work", "wait", "wait_ahead")
 _TELL, _IN_TURN, _NO_ROOM, _IDLE, _IDLE_WARP = fitted(_FITTED, "tell", "in_turn", "no_room", "idle", "idle_warp")
-#: Bytes of a multiprocessor that two blocks of the linear layer before have.
-_LAYER_BEFORE = 104_000
-(_LATE,) = fitted(_FITTED, "late")
 
 
 class _Attention(ctypes.Structure):
@@ -150,8 +147,8 @@ class AttentionGeometry:
     once; each pair of them is a warp's, or of heads of more than 128 elements that of `tile_warps` (4). `stages` (1 to
     3) tiles of keys of each slot have room in memory. `splits` blocks share the spans, as a cluster or through global
     memory. Slots and splits are powers of two. `in_turn`: new keys, a tile's keys and its values have the same memory,
-    one after the other, in blocks of one slot, row tile and stage whose tile four warps share; `apart`: of a head in
-    two parts each part of the keys, and the values, have their own, so that all of a tile come at once.
+    one after the other, in blocks of one slot, row tile and stage whose tile four warps share. Else all of a tile come
+    at once, also both parts of the keys of a head in two parts.
     """
 
     splits: int
@@ -161,7 +158,6 @@ class AttentionGeometry:
     in_cluster: bool = False
     tile_warps: int = 1
     in_turn: bool = False
-    apart: bool = False
 
     @property
     def warps(self) -> int:
@@ -184,7 +180,7 @@ class AttentionGeometry:
         if self.tile_warps > 1:  # unfinished sums are in registers, scores are told
             unfinished = self.slots * self.row_tiles * _ROWS * KEY_TILE
         floats = scales + new_scores + unfinished + self._own_states(shape) * shape.state
-        rows = 3 * ring + 2 * shape.tokens if self.apart else (1 if self.in_turn else 2) * (ring + shape.tokens)
+        rows = (1 if self.in_turn else 1 + shape.parts) * (ring + shape.tokens)
         return rows * row + queries * query + 4 * floats
 
     def _own_states(self, shape: AttentionShape) -> int:
@@ -202,24 +198,26 @@ class AttentionGeometry:
     def fits(self, shape: AttentionShape, shared_limit: int) -> bool:
         """Whether a block gets the warps and the memory that it needs, and has rows in turn only where it can."""
         alone = (self.slots, self.row_tiles, self.stages, self.tile_warps) == (1, 1, 1, _SHARED_TILE_WARPS)
-        if not (alone and _takes_turns(shape) if self.in_turn else shape.parts == 1):
+        if self.in_turn and not (alone and _takes_turns(shape)):
             return False
-        if (self.in_cluster and shape.parts > 1) or (self.apart and (shape.parts < 2 or shape.int8)):
+        if shape.parts > 1 and not self.in_turn and (shape.int8 or self.tile_warps == 1):
+            return False
+        if self.in_cluster and self.splits * shape.parts > _MOST_IN_CLUSTER:
             return False
         return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
 class AttentionKind(NamedTuple):
     """What a kernel is compiled for. `shares`: several warps have spans of a row; `int8`: KV rows are; `window`: they
-    are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn` (2: apart): see
-    `AttentionGeometry`; `sinks`: each head has one; `neighbours`, `norms_behind`, `cap`, `values_normed`: see
+    are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see `AttentionGeometry`; `sinks`:
+    each head has one; `neighbours`, `norms_behind`, `cap`, `values_normed`: see
     `AttentionWeights`."""
 
     shares: bool = True
     int8: bool = False
     window: bool = False
     tile_warps: int | None = None
-    in_turn: int = 0
+    in_turn: bool = False
     sinks: bool = False
     neighbours: bool = False
     norms_behind: bool = False
@@ -233,11 +231,10 @@ _PLAIN = AttentionKind()
 def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -> Kernel:
     """The kernel of a kind for heads of so many elements."""
     tile_warps, int8, steps = kind.tile_warps, kind.int8, -(-head_size // 16)
-    in_turn = int(kind.in_turn or head_size > _PART)
     if tile_warps is None:
         tile_warps = _SHARED_TILE_WARPS if head_size > _MOST_OF_ONE_WARP else 1
     sample = (
-        AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn > 0, in_turn > 1),
+        AttentionGeometry(2, 2, 3, 2, False, tile_warps, kind.in_turn),
         AttentionShape(1, 5, 2, 1, 16 * steps, 1 << 20, int8),
     )
     macros = (
@@ -252,7 +249,7 @@ def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -
         ("HOST_INT8", int(int8)),
         ("HOST_WINDOW", int(kind.window)),
         ("HOST_TILE_WARPS", tile_warps),
-        ("HOST_IN_TURN", in_turn),
+        ("HOST_IN_TURN", int(kind.in_turn)),
         ("HOST_SINKS", int(kind.sinks)),
         ("HOST_NEIGHBOURS", int(kind.neighbours)),
         ("HOST_NORMS_BEHIND", int(kind.norms_behind)),
@@ -316,17 +313,11 @@ def attention_launch(
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
         *(columns, further, window, shape.window_bits if window else 0),
     )
-    how = (
-        geometry.shares,
-        int8,
-        window > 0,
-        geometry.tile_warps,
-        geometry.in_turn + geometry.apart,
-        weights.sinks is not None,
-    )
+    how = (geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None)
     ready = weights.neighbours, weights.norms_behind, cap > 0, weights.values_normed
     kernel = attention_kernel(context.dtype, size, AttentionKind(*how, *ready))
-    grid, cluster = (splits * shape.parts, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
+    shares = splits * shape.parts
+    grid, cluster = (shares, kv_heads, batch * token_blocks), (shares if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 
 
@@ -341,9 +332,6 @@ def _fastest(shape: AttentionShape, multiprocessors: int, limit: int, has_cluste
 
     def microseconds(geometry: AttentionGeometry) -> float:
         often = _microseconds(geometry, shape, usual, multiprocessors, limit)
-        fills = geometry.warps > _MOST_WARPS // 2 or geometry.shared_bytes(shape) > limit - _LAYER_BEFORE
-        if has_clusters and shape.tokens == 1 and shape.size > _MOST_OF_ONE_WARP and fills:
-            often += _LATE
         return often + _microseconds(geometry, shape, shape.most_keys, multiprocessors, limit) / 8
 
     return min(attention_geometries(shape, limit, has_clusters) or [_smallest(shape)], key=microseconds)
@@ -373,8 +361,6 @@ def _every_geometry(shape: AttentionShape, has_clusters: bool) -> Iterator[Atten
     if _takes_turns(shape):
         for splits in (each for each in _POWERS if each <= in_memory):
             yield AttentionGeometry(splits, 1, 1, 1, False, _SHARED_TILE_WARPS, True)
-            if has_clusters:
-                yield AttentionGeometry(splits, 1, 1, 1, False, _SHARED_TILE_WARPS, True, True)
 
 
 def _smallest(shape: AttentionShape) -> AttentionGeometry:
@@ -409,13 +395,14 @@ def _microseconds(
     no_room = _NO_ROOM * (multiprocessors // _IN_REACH) * (geometry.splits - 1) if geometry.in_cluster else 0
     waves = ceil((blocks + idle) / (multiprocessors * resident - no_room))
 
-    heads = -(-(own_tokens * shape.group + shape.tokens) * sixty_fours // (8 * geometry.warps))
+    items, of_warp = own_tokens * shape.group + shape.tokens, 8 / sixty_fours
+    if geometry.tile_warps > 1:
+        items, of_warp = items + shape.tokens, 3
+    heads = ceil(items / (of_warp * geometry.warps))
     begin = _BLOCK + _WARP * geometry.warps + _HEADS * heads + _NEW * shape.tokens * sixty_fours
     tiles_at_once = together * geometry.warps // geometry.tile_warps
     alone = _TILE + _TILE_64 * sixty_fours / geometry.tile_warps + (_TELL if geometry.tile_warps > 1 else 0)
-    tile = max(alone, _TILE_WORK * sixty_fours * tiles_at_once) + (
-        _IN_TURN if geometry.in_turn and not geometry.apart else 0
-    )
+    tile = max(alone, _TILE_WORK * sixty_fours * tiles_at_once) + (_IN_TURN if geometry.in_turn else 0)
     wait = _WAIT if geometry.stages == 1 else _WAIT_AHEAD
     merge = 0.0
     if geometry.shares:
@@ -431,6 +418,11 @@ def _microseconds(
 def attention_shared_bytes(shape: AttentionShape) -> int:
     """Shared memory of the smallest blocks."""
     return _smallest(shape).shared_bytes(shape) + _TABLES_BYTES
+
+
+def attention_counters(shape: AttentionShape) -> int:
+    """Number of uint32 by which blocks of an attention layer know who comes last."""
+    return shape.batch * shape.tokens * shape.kv_heads * shape.parts
 
 
 def attention_partials(shape: AttentionShape) -> int:

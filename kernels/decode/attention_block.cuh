@@ -17,10 +17,7 @@ constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
 constexpr int TILE_WARPS = HOST_TILE_WARPS;
 // Whether a block, which then has one tile at a time, keeps the new keys, a tile's keys and its values one after the other in
 // the same memory, for GPUs whose blocks get too little for all of them.
-constexpr bool IN_TURN = HOST_IN_TURN != 0;
-// Or whether both parts of its keys, and its values, have memory of their own, and come before the previous kernel is done.
-constexpr bool APART = HOST_IN_TURN == 2;
-static_assert(!APART || !HOST_INT8, "rows of int8 come in turn");
+constexpr bool IN_TURN = HOST_IN_TURN;
 static_assert(!IN_TURN || MAX_TOKENS <= KEY_TILE, "new keys lie where a tile does");
 static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
 
@@ -29,9 +26,17 @@ static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides 
 constexpr bool INT8 = HOST_INT8;
 template <typename T> using CacheElement = typename Choice<INT8, signed char, T>::Type;
 
-// Parts of a head's columns. Keys of a head of 512 pass through the memory of a tile half by half, each product of a query
-// going on where the last half's ended; a block has the values of one half, so two blocks share a span.
+// Parts of a head's columns. A block has the values of one half of a head of 512, so two blocks share a span, and multiplies
+// both halves of its keys, each product of a query going on where the first half's ended: these have memory of their own, or
+// come in turn.
 __device__ constexpr int parts_of(int steps) { return steps > 16 ? 2 : 1; }
+constexpr bool APART = HOST_HEAD_SIZE > 256 && !IN_TURN;
+static_assert(!APART || !HOST_INT8, "rows of int8 come in turn");
+// Whether the next kernel starts once the first tile is multiplied, not at once: it takes room and time from warps that share
+// a tile, which are few.
+constexpr bool NEXT_LATE = TILE_WARPS > 1;
+// Areas of rows in memory, of the ring and of new tokens: of each part of keys that has one, and of values.
+constexpr int AREAS = APART ? 3 : IN_TURN ? 1 : 2;
 
 // Whether tokens see the latest `window` of their keys alone, and the caches are rings: position p is in row p % kv_rows, which
 // are whole tiles. Positions in a block are then counted from the beginning of the first span that one of its sequence's new
@@ -87,9 +92,8 @@ __device__ constexpr int scales_of(int ring, int tokens) { return INT8 ? 2 * (ri
 // Dynamic shared memory of a block, beside the states that it merges, where spans have several tiles.
 __device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int tokens, int size) {
     const int ring = slots * stages * KEY_TILE, steps = (size + 15) / 16;
-    const int own_rows = APART ? 3 * ring + 2 * tokens : (IN_TURN ? 1 : 2) * (ring + tokens);
     const int row = row_bytes(steps / parts_of(steps), INT8 ? 1 : 2);
-    const int rows = own_rows * row + row_tiles * ROWS * row_bytes(steps, 2);
+    const int rows = AREAS * (ring + tokens) * row + row_tiles * ROWS * row_bytes(steps, 2);
     const int of_tile = TILE_WARPS == 1 ? ROWS * state_stride_of(size) : ROWS * KEY_TILE;
     const int floats = row_tiles * (ROWS * score_stride_of(tokens) + slots * of_tile);
     return rows + 4 * (floats + scales_of(ring, tokens));
@@ -133,10 +137,10 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     static constexpr int PADDED = 16 * STEPS, QUERY_STRIDE = row_bytes(STEPS, sizeof(T)) / sizeof(T);
     static constexpr int PARTS = parts_of(STEPS), PART_STEPS = STEPS / PARTS, PART = 16 * PART_STEPS;
     static constexpr int STRIDE = row_bytes(PART_STEPS, sizeof(Element)) / sizeof(Element);
-    static_assert(PARTS == 1 || (IN_TURN && PART == 64 * TILE_WARPS), "each warp has 64 columns of a part");
+    static_assert(PARTS == 1 || PART == 64 * TILE_WARPS, "each warp has 64 columns of a part");
 
-    // Memory, rows of STRIDE elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens,
-    // keys and values. Queries [row_tiles, ROWS]. Floats: scales of all these keys and values, if they have any. Then rows
+    // Memory, rows of STRIDE elements: of the ring, [stages, slots, KEY_TILE] keys, of each part APART, and as many values; of
+    // the new tokens, keys and values likewise. Queries [row_tiles, ROWS]. Floats: scales of all these keys and values, if they have any. Then rows
     // of floats: scores of the new tokens [row_tiles, ROWS]; sums of unfinished spans [warps, ROWS], where spans have several
     // tiles, or what the warps of a tile tell each other, its scores; states of the rows that the block merges [spans,
     // own_rows]. IN_TURN: new keys, a tile's keys and its values have the same memory; behind it are new values.
@@ -166,8 +170,8 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         if constexpr (INT8) number_bits = quantized::number_bits(T());
         ring = stages * slots * KEY_TILE;
         keys = reinterpret_cast<Element*>(shared);
-        new_keys = keys + (APART ? 3 * ring : IN_TURN ? 0 : 2 * ring) * STRIDE;
-        queries = reinterpret_cast<T*>(keys + (APART ? 3 * ring + 2 * tokens : (IN_TURN ? 1 : 2) * (ring + tokens)) * STRIDE);
+        new_keys = keys + (IN_TURN ? 0 : AREAS * ring) * STRIDE;
+        queries = reinterpret_cast<T*>(keys + AREAS * (ring + tokens) * STRIDE);
         scales = reinterpret_cast<float*>(queries + row_tiles * ROWS * QUERY_STRIDE);
         new_scores = scales + scales_of(ring, tokens);
         unfinished = new_scores + row_tiles * ROWS * score_stride_of(tokens);
@@ -229,8 +233,10 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     }
 
     // Of the rows from `keys` on, the first of the ring's values, and of the new ones.
-    __device__ __forceinline__ int values_row() const { return APART ? 2 * ring : IN_TURN ? 0 : ring; }
-    __device__ __forceinline__ int new_values_row() const { return APART ? 3 * ring + tokens : IN_TURN ? ring : 2 * ring + tokens; }
+    __device__ __forceinline__ int values_row() const { return (AREAS - 1) * ring; }
+    __device__ __forceinline__ int new_values_row() const {
+        return IN_TURN ? ring : AREAS * ring + (AREAS - 1) * tokens;
+    }
 
     static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(Element); }
 
@@ -245,7 +251,12 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     }
 
     // Whether a head has the eight elements number n; all but the last it has at compile time.
-    __device__ __forceinline__ bool has_eight(int n) const { return n < 2 * STEPS - 1 || size == PADDED; }
+    __device__ __forceinline__ bool has_eight(int n) const {
+        return n < 2 * STEPS - 1 || (n < 2 * STEPS && size == PADDED);
+    }
+
+    // Which 64 columns of a part a warp has: number CHUNK of all, of warps that share a tile its own. One code for these.
+    template <int CHUNK> __device__ __forceinline__ int chunk() const { return TILE_WARPS == 1 ? CHUNK : member; }
 
     // x / group, for rows.
     __device__ __forceinline__ int token_of(int row) const { return row * group_inverse >> 16; }
@@ -274,7 +285,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         if (split_bits > 0 && !in_cluster) return partial + (result_of(row) * states + span) * distance;
         const int place = row >> owner_bits, owner = row - (place << owner_bits);
         float* state = own_states + (span * own_rows + place) * distance;
-        return owner == split ? state : pointer_in_block(state, owner);
+        return owner == split ? state : pointer_in_block(state, owner * PARTS + part());
     }
 };
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
     }
 }
 
-// Begins to copy the tiles of a round to the ring; IN_TURN, part PART of its keys, or of its values the block's. Rows before
+// Begins to copy the tiles of a round to the ring; IN_TURN, part PART of its keys, or its values. Rows before
 // `start` were written in earlier steps, so they may be read before the previous kernel is done. Behind them, and before the
 // window, stand zeros: a weight of 0 must meet the same value wherever a token stands, and no value of another sequence.
 template <bool KEYS = true, bool VALUES = !IN_TURN, int PART = 0, typename T, int STEPS>
@@ -64,17 +64,20 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
         const int tile = block.tile_of(division, slot, round);
         if (tile < 0) continue;
         const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
-        const int place = (stage * block.slots + slot) * KEY_TILE + first + (APART ? PART * block.ring : 0);
+        const int place = (stage * block.slots + slot) * KEY_TILE + first;
         const int before = WINDOW ? block.low - tile * KEY_TILE : 0;
         unsigned target = shared_address(block.keys + place * block.STRIDE + column);
         int source = (block.row_of(tile * KEY_TILE) + first) * block.size + column;
-        if (block.PARTS > 1) source += block.PART * (VALUES ? block.part() : PART);
+        const int of_value = block.PART * block.part();
 #pragma unroll 4
         for (int row = first; row < KEY_TILE; row += rows_at_once) {
             const bool exists = row < exist && row >= before;
-            if (KEYS) copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
-            if (VALUES)
-                copy_async_16(target + block.bytes(block.values_row()), block.cached_values + (exists ? source : 0), exists);
+            auto copy = [&](const CacheElement<T>* rows, int place, int part) {
+                copy_async_16(target + block.bytes(place), rows + (exists ? source + part : 0), exists);
+            };
+            if (KEYS) copy(block.cached_keys, 0, block.PART * PART);
+            if (KEYS && APART) copy(block.cached_keys, block.ring, block.PART);
+            if (VALUES) copy(block.cached_values, block.values_row(), block.PARTS == 1 ? 0 : of_value);
             source += rows_at_once * block.size, target += block.bytes(rows_at_once);
         }
     }
@@ -85,6 +88,10 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
 template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const Block<T, STEPS>& block) {
     constexpr int AT_ONCE = 4, HALVES = MAX_TOKENS / 32;
     const int lane = threadIdx.x % 32;
+    if (block.tokens == 1) {
+        if (threadIdx.x == 0) block.tables->nodes[0][0] = 0, block.tables->lengths[0] = block.start + 1;
+        return;
+    }
     const bool reads = block.mask != nullptr && !block.masks_all;
 #pragma unroll 1
     for (int first = block.warp; first < block.own_count; first += AT_ONCE * block.warps) {
@@ -141,29 +148,35 @@ __device__ __forceinline__ void read_norms(NormWeights<STEPS>& norms, const Bloc
     }
 }
 
-// A head that is made ready: where it lies in qkv, its row of cos_sin, and the row that it goes to, of the new keys or the
-// queries. `cached`: its row in the caches (-1: none).
+// What is made ready: a new token's key, its value, or a query. Where it lies in qkv, its row of cos_sin, and the row that it
+// goes to, of the new keys, the new values or the queries. `cached`: its row in the caches (-1: none). `rotary`: how many of its
+// elements are rotated.
+enum class Kind { KEY, VALUE, QUERY };
 template <typename T> struct Head {
     const float* source;
     const T* rotation;
-    int target, cached;
-    bool is_key;
+    int target, cached, rotary;
+    Kind kind;
 };
 
-// Item number `item` of `keys` new keys (with their values) and then the queries.
+// Item number `item` of `keys` new keys, as many values, and then the queries.
 template <typename T, int STEPS>
 __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int item, int keys) {
     Head<T> head;
-    head.is_key = item < keys;
-    const int row = item - keys, t = head.is_key ? item - block.first_token : block.token_of(row);
+    head.kind = item < keys ? Kind::KEY : item < 2 * keys ? Kind::VALUE : Kind::QUERY;
+    head.rotary = head.kind == Kind::VALUE ? 0 : block.rotary;
+    const bool is_query = head.kind == Kind::QUERY;
+    const int row = item - 2 * keys, node = head.kind == Kind::VALUE ? item - keys : item;
+    const int t = is_query ? block.token_of(row) : node - block.first_token;
     const int own = row - t * block.group, token = block.sequence * block.tokens + block.first_token + t;
-    const int place = head.is_key ? block.heads + block.kv_head : block.kv_head * block.group + own;
+    const int place = is_query ? block.kv_head * block.group + own
+                               : block.heads + block.kv_head + (head.kind == Kind::VALUE ? block.kv_heads : 0);
     head.source = block.qkv + (token * (block.heads + 2 * block.kv_heads) + place) * block.size;
-    head.rotation = block.cos_sin + token * block.rotary_columns + (head.is_key ? 0 : block.query_columns);
+    head.rotation = block.cos_sin + token * block.rotary_columns + (is_query ? block.query_columns : 0);
     const int tile = t * block.tile_inverse >> 16;
     const int query = tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
-    head.target = head.is_key ? item : query;
-    head.cached = head.is_key && t >= 0 && t < block.own_count ? block.row_of(block.start + item) : -1;
+    head.target = is_query ? query : node;
+    head.cached = !is_query && t >= 0 && t < block.own_count ? block.row_of(block.start + node) : -1;
     return head;
 }
 
@@ -177,102 +190,128 @@ template <typename T> __device__ __forceinline__ void write_query(T* query, int 
     }
 }
 
-// Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory, of keys the
-// part PART and of values the block's; the block's own tokens' keys and values to the caches too.
+// As many of these as a warp makes ready at once, as they come from qkv: where warps share tiles one after the other, as code
+// is fetched anew for each layer, and takes longer than what it does.
+template <typename T, int STEPS> struct Heads {
+    static constexpr int QUADS = Lanes<STEPS>::QUADS, AT_ONCE = TILE_WARPS > 1 ? 1 : 4 / QUADS;
+    Head<T> head[AT_ONCE];
+    float2 low[AT_ONCE][QUADS], high[AT_ONCE][QUADS];
+    unsigned cosine[AT_ONCE][QUADS], sine[AT_ONCE][QUADS];
+};
+
+// Begins to read them, `step` items apart from a lane's `own` on, where the warp's `first` is below `items`.
+template <typename T, int STEPS>
+__device__ __forceinline__ void read_heads(Heads<T, STEPS>& heads, const Block<T, STEPS>& block, int first, int own, int step,
+                                           int items, int keys) {
+    const int lane = threadIdx.x % Lanes<STEPS>::OF_HEAD;
+#pragma unroll
+    for (int i = 0; i < heads.AT_ONCE; ++i) {
+        if (first + i * step >= items) break;
+        const Head<T> head = heads.head[i] = head_of(block, min(own + i * step, items - 1), keys);
+#pragma unroll
+        for (int q = 0; q < heads.QUADS; ++q) {
+            const int quad = min(lane + 32 * q, block.size / 4 - 1), turned = 4 * quad < head.rotary ? 2 * quad : 0;
+            const int2 place = places_of(quad, head.rotary);
+            if (NEIGHBOURS && 4 * quad < head.rotary) {
+                const float4 four = __ldcg(reinterpret_cast<const float4*>(head.source + 4 * quad));
+                take_apart(heads.low[i][q], heads.high[i][q], four);
+            } else {
+                heads.low[i][q] = __ldcg(reinterpret_cast<const float2*>(head.source + place.x));
+                heads.high[i][q] = __ldcg(reinterpret_cast<const float2*>(head.source + place.y));
+            }
+            heads.cosine[i][q] = heads.sine[i][q] = 0u;
+            if (block.rotary > 0) {
+                heads.cosine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head.rotation + turned));
+                heads.sine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head.rotation + turned + block.rotary / 2));
+            }
+        }
+    }
+}
+
+// Norm and rotary embedding of the block's queries, and of the new tokens' keys and values if it has them, to shared memory, of
+// keys the part PART (APART: both) and of values the block's; the block's own tokens' keys and values to the caches too. The
+// next ones are on their way meanwhile.
 template <int PART, typename T, int STEPS>
 __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms,
                                                  bool has_new) {
     using Own = Lanes<STEPS>;
-    constexpr int QUADS = Own::QUADS, AT_ONCE = 4 / QUADS;
-    const int lane = threadIdx.x % Own::OF_HEAD, size = block.size, rotary = block.rotary;
-    const int keys = has_new ? block.tokens : 0, items = keys + (PART == 0 ? block.rows : 0), group = threadIdx.x / Own::OF_HEAD;
+    using Kept = KeptFour<T, INT8>;
+    constexpr int QUADS = Own::QUADS, AT_ONCE = Heads<T, STEPS>::AT_ONCE, SIZE = Block<T, STEPS>::PART;
+    const int lane = threadIdx.x % Own::OF_HEAD, size = block.size;
+    const int keys = has_new ? block.tokens : 0, items = PART == 0 ? 2 * keys + block.rows : keys;
+    const int begin = block.warp * Own::HEADS, group = threadIdx.x / Own::OF_HEAD - begin, step = block.warps * Own::HEADS;
+    Heads<T, STEPS> next{};
 #pragma unroll 1
-    for (int first = block.warp * Own::HEADS; first < items; first += block.warps * Own::HEADS * AT_ONCE) {
-        Head<T> head[AT_ONCE];
-        float2 low[AT_ONCE][QUADS], high[AT_ONCE][QUADS];
-        float4 value[AT_ONCE][QUADS];
-        unsigned cosine[AT_ONCE][QUADS], sine[AT_ONCE][QUADS];
-        const int own = first - block.warp * Own::HEADS + group;
+    for (int first = begin - AT_ONCE * step; first < items; first += AT_ONCE * step) {
+        Heads<T, STEPS> heads = next;
+        const int own = first + group, behind = first + AT_ONCE * step;
+        read_heads(next, block, behind, behind + group, step, items, keys);
+        if (first < begin) continue;
+        auto& [head, low, high, cosine, sine] = heads;
+        auto weight_of = [&](int i, int q, int n) {
+            const float2 weight = heads.head[i].kind == Kind::KEY ? norms.key[q][n] : norms.query[q][n];
+            return heads.head[i].kind == Kind::VALUE ? make_float2(1.f, 1.f) : weight;
+        };
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (first + i * block.warps * Own::HEADS >= items) break;
-            head[i] = head_of(block, min(own + i * block.warps * Own::HEADS, items - 1), keys);
-#pragma unroll
-            for (int q = 0; q < QUADS; ++q) {
-                const int quad = min(lane + 32 * q, size / 4 - 1), turned = 4 * quad < rotary ? 2 * quad : 0;
-                const int2 place = places_of(quad, rotary);
-                if (NEIGHBOURS && 4 * quad < rotary) {
-                    take_apart(low[i][q], high[i][q], __ldcg(reinterpret_cast<const float4*>(head[i].source + 4 * quad)));
-                } else {
-                    low[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.x));
-                    high[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.y));
-                }
-                cosine[i][q] = sine[i][q] = 0u;
-                if (rotary > 0) {
-                    cosine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned));
-                    sine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned + rotary / 2));
-                }
-                const float* values = head[i].source + (head[i].is_key ? block.kv_heads * size : 0);
-                value[i][q] = __ldcg(reinterpret_cast<const float4*>(values + 4 * quad));
-            }
+        for (int i = 0; i < AT_ONCE && block.q_norm != nullptr; ++i) {
+            if (first + i * step >= items) break;
+            auto weight = [&](int q, int n) { return NORMS_BEHIND ? make_float2(1.f, 1.f) : weight_of(i, q, n); };
+            const bool norms_it = VALUES_NORMED || head[i].kind != Kind::VALUE;
+            norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon, norms_it);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (first + i * block.warps * Own::HEADS >= items) break;
-            auto weight = [&](int q, int n) { return head[i].is_key ? norms.key[q][n] : norms.query[q][n]; };
-            auto one = [](int, int) { return make_float2(1.f, 1.f); };
-            if (block.q_norm != nullptr) {
-                if constexpr (NORMS_BEHIND)
-                    norm_head<STEPS>(low[i], high[i], one, lane, size, block.inverse_size, block.epsilon);
-                else
-                    norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon);
-            }
-            if constexpr (VALUES_NORMED) norm_value<STEPS>(value[i], lane, size, block.inverse_size, block.epsilon);
-            unsigned two[QUADS], other[QUADS];
-            uint2 four[QUADS];
+            if (first + i * step >= items) break;
+            const int rotary = head[i].rotary, cached = head[i].cached * size;
+            const bool is_value = head[i].kind == Kind::VALUE;
+            unsigned two[QUADS], other[QUADS], bits = 0u;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
-                const float4 v = value[i][q];
+                auto weight = [&](int n) { return NORMS_BEHIND ? weight_of(i, q, n) : make_float2(1.f, 1.f); };
+                const float2 x = heads.low[i][q], y = heads.high[i][q];
                 const bool rotates = 4 * (lane + 32 * q) < rotary;
-                if constexpr (NORMS_BEHIND)
-                    rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], rotates, weight(q, 0),
-                              weight(q, 1));
-                else
-                    rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], rotates);
-                four[q] = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
+                rotate<T>(two[q], other[q], x, y, cosine[i][q], sine[i][q], rotates, weight(0), weight(1));
+                if (is_value) two[q] = pack<T>(x.x, x.y), other[q] = pack<T>(y.x, y.y);  // a zero keeps its sign
+                if (INT8 && 4 * (lane + 32 * q) < size)
+                    bits = max(bits, max(quantized::size_bits(unpack<T>(two[q])), quantized::size_bits(unpack<T>(other[q]))));
             }
-            float scales[2] = {};
-            if (INT8 && has_new) find_scales<T, STEPS>(scales, two, other, four, lane, size);
-            if (own + i * block.warps * Own::HEADS >= items) continue;
-            const int cached = head[i].cached * size, row = head[i].target;
-            if (INT8 && head[i].is_key && lane == 0) {
-                float* target = block.scales + 2 * block.ring + row;
-                target[0] = scales[0], target[new_scales_of(block.tokens)] = scales[1];
-                if (cached >= 0)
-                    block.cached_key_scales[head[i].cached] = scales[0], block.cached_value_scales[head[i].cached] = scales[1];
+            const float scale = INT8 && has_new ? quantized::row_scale<Own::OF_HEAD>(bits) : 0.f;
+            if (own + i * step >= items) continue;
+            const int row = head[i].target;
+            if (INT8 && head[i].kind != Kind::QUERY && lane == 0) {
+                block.scales[2 * block.ring + (is_value ? new_scales_of(block.tokens) : 0) + row] = scale;
+                if (cached >= 0) (is_value ? block.cached_value_scales : block.cached_key_scales)[head[i].cached] = scale;
             }
             T* query = block.queries + row * block.QUERY_STRIDE;
             CacheElement<T>* key = block.new_keys + row * block.STRIDE;
-            CacheElement<T>* its_value = key + (IN_TURN && !APART ? block.ring : block.tokens) * block.STRIDE;
+            CacheElement<T>* value = key + (IN_TURN ? block.ring : (AREAS - 1) * block.tokens) * block.STRIDE;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
-                const int quad = lane + 32 * q;
-                if (4 * quad >= size) continue;
+                const int quad = lane + 32 * q, column = 4 * quad;
+                if (column >= size) continue;
                 const int2 place = places_of(quad, rotary);
-                if (!head[i].is_key) {
+                if (head[i].kind == Kind::QUERY) {
                     write_query(query, place.x, two[q]), write_query(query, place.y, other[q]);
                     continue;
                 }
-                const KeptFour<T, INT8> kept(two[q], other[q], four[q], scales);
-                if constexpr (Block<T, STEPS>::PARTS == 1)
-                    kept.write(key, its_value, place, 4 * quad);
-                else
-                    kept.template write_part<Block<T, STEPS>::PART>(key, its_value, place, 4 * quad, PART, block.part());
-                if (PART == 0 && cached >= 0) kept.write(block.cached_keys + cached, block.cached_values + cached, place, 4 * quad);
+                const Kept kept(two[q], other[q], make_uint2(two[q], other[q]), {scale, scale});
+                auto part_of = [](int x) { return Block<T, STEPS>::PARTS == 1 ? 0 : x / SIZE; };
+                if (is_value) {
+                    if (part_of(column) == block.part()) kept.write_value(value + column - SIZE * block.part());
+                    if (cached >= 0) kept.write_value(block.cached_values + cached + column);
+                    continue;
+                }
+                auto write_part = [&](int x, typename Kept::Two two) {
+                    CacheElement<T>* of_part = key + (APART ? part_of(x) * block.tokens * block.STRIDE : 0);
+                    if (APART || part_of(x) == PART) *reinterpret_cast<typename Kept::Two*>(of_part + x - SIZE * part_of(x)) = two;
+                };
+                write_part(place.x, kept.two), write_part(place.y, kept.other);
+                if (PART == 0 && cached >= 0)
+                    kept.write_key(block.cached_keys + cached + place.x, block.cached_keys + cached + place.y);
             }
             // Columns behind the head are multiplied too.
-            if (lane == 0 && size < block.PADDED) {
-                T* elements = head[i].is_key ? reinterpret_cast<T*>(key) : query;
+            if (lane == 0 && size < block.PADDED && !is_value) {
+                T* elements = head[i].kind == Kind::QUERY ? query : reinterpret_cast<T*>(key);
                 *reinterpret_cast<uint4*>(elements + size) = make_uint4(0u, 0u, 0u, 0u);
             }
         }

@@ -113,13 +113,14 @@ template <typename T, int STEPS> __device__ __forceinline__ float* new_scores_of
     return block.new_scores + (block.row_tile * ROWS + threadIdx.x % 32 / 4) * score_stride_of(block.tokens);
 }
 
-// Scores of the new tokens, which are the same wherever a token stands among a row's keys: with a part of their columns.
+// Scores of the new tokens, which are the same wherever a token stands among a row's keys: with a part of their columns, or
+// APART with both. The last of warps that share a tile begins, as it has the fewest committed keys.
 template <int PART, typename T, int STEPS>
 __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block) {
     const int stride = score_stride_of(block.tokens);
     float* of_rows = new_scores_of(block);
 #pragma unroll 1
-    for (int first = BLOCK * block.member; first < block.tokens; first += BLOCK * TILE_WARPS) {
+    for (int first = BLOCK * (TILE_WARPS - 1 - block.member); first < block.tokens; first += BLOCK * TILE_WARPS) {
         float score[2][4];
         if constexpr (PART > 0) {
 #pragma unroll
@@ -130,15 +131,16 @@ __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block)
             }
         }
         multiply_queries<1, PART>(score, block, block.new_keys + first * block.STRIDE);
+        if constexpr (APART) multiply_queries<1, 1>(score, block, block.new_keys + (block.tokens + first) * block.STRIDE);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            if (PART + 1 == block.PARTS) make_scores(score[n], block, 2 * block.ring + first + 8 * n);
+            if (APART || PART + 1 == block.PARTS) make_scores(score[n], block, 2 * block.ring + first + 8 * n);
             float* target = of_rows + first + 8 * n + 2 * (threadIdx.x % 4);
             *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
             *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
         }
     }
-    block.wait_for_tile();
+    if (IN_TURN) block.wait_for_tile();  // else before they are read
 }
 
 // Of a lane's two rows, whether the keys of a tile are seen in a step whose mask speaks of all rows: bit 8 n + i for key
@@ -171,10 +173,13 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
     const int lane = threadIdx.x % 32, stride = score_stride_of(block.tokens);
     const bool has_new = begin + COUNT * BLOCK > block.start;
     const float* of_rows = new_scores_of(block);
-    multiply_queries<COUNT, 0>(score, block, block.keys + ring_row * block.STRIDE);
-    if constexpr (APART) {
-        multiply_queries<COUNT, 1>(score, block, block.keys + (block.ring + ring_row) * block.STRIDE);
-    } else if constexpr (Block<T, STEPS>::PARTS > 1) {
+    // Of warps that share a tile some may have no committed keys; in turn, all of them wait for each other.
+    if (TILE_WARPS == 1 || (IN_TURN && block.PARTS > 1) || begin < block.start) {
+        multiply_queries<COUNT, 0>(score, block, block.keys + ring_row * block.STRIDE);
+        if constexpr (APART)
+            multiply_queries<COUNT, 1>(score, block, block.keys + (block.ring + ring_row) * block.STRIDE);
+    }
+    if constexpr (IN_TURN && Block<T, STEPS>::PARTS > 1) {
         block.wait_for_tile();  // all warps have multiplied the first part
         bring();
         wait_for_copies<0>();
@@ -183,7 +188,17 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
     }
 #pragma unroll
     for (int n = 0; n < 2 * COUNT; ++n) make_scores(score[n], block, ring_row + 8 * n);
-    if (has_new) {
+    if (!IN_TURN && (begin | (KEY_TILE - 1)) >= block.start) block.wait_for_tile();  // until scores of new keys are there
+    if (has_new && block.tokens == 1) {
+#pragma unroll
+        for (int n = 0; n < 2 * COUNT; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int place = begin + 8 * n + 2 * (lane % 4) + i % 2 - block.start;
+                if (place >= 0) score[n][i] = place == 0 ? of_rows[8 * (i / 2) * stride] : no_score();
+            }
+        }
+    } else if (has_new) {
 #pragma unroll
         for (int n = 0; n < 2 * COUNT; ++n) {
             if (begin + 8 * n + 8 <= block.start) continue;

@@ -33,44 +33,69 @@ __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Wh
 #pragma unroll
     for (int i = 0; i < 2 * OWN_STEPS<STEPS>; ++i) {
         const int eight = block.PART / 8 * block.part() + 8 * block.member + i;
-        if ((TILE_WARPS > 1 && eight >= 2 * STEPS) || !block.has_eight(eight)) continue;
+        if (!block.has_eight(eight)) continue;
         *reinterpret_cast<unsigned*>(context + column_of<INT8>(i)) =
             pack<T>(neighbour<0, INT8>(whole.sum, i, half) * inverse, neighbour<1, INT8>(whole.sum, i, half) * inverse);
     }
 }
 
-// Merges the states of the block's rows `first`, and every 2^step_bits-th from there on. Through the second-level cache,
-// where other blocks wrote them.
+// Merges the states of the block's rows `first`, and every 2^step_bits-th from there on, in the columns of its part. Through
+// the second-level cache, where other blocks wrote them. Those of some rows and SPANS are on their way together, whether or not
+// they exist: a trip takes longer than what is done with it.
 template <bool THROUGH_L2, typename T, int STEPS>
 __device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int first, int step_bits) {
-    constexpr int LANES_OF_ROW = 4 * STEPS;
+    constexpr int LANES_OF_ROW = 4 * STEPS / parts_of(STEPS), SPANS = TILE_WARPS == 1 ? 8 : 4;
+    constexpr int AT_ONCE = THROUGH_L2 ? TILE_WARPS : 1;
     const int size = block.size, stride = state_stride_of(size);
-    const int count = (block.rows - first + (1 << step_bits) - 1) >> step_bits;
+    const int items = ((block.rows - first + (1 << step_bits) - 1) >> step_bits) * LANES_OF_ROW;
+    const int distance = THROUGH_L2 ? stride : block.own_rows * stride;
 #pragma unroll 1
-    for (int item = threadIdx.x; item < count * LANES_OF_ROW; item += blockDim.x) {
-        const int place = item / LANES_OF_ROW, column = 4 * (item % LANES_OF_ROW), row = first + (place << step_bits);
-        if (column >= size) continue;
-        const int length = block.tables->lengths[block.token_of(row)], bits = block.bits_of(length);
-        const int spans = (tiles_of(length) + (1 << bits) - 1) >> bits;
-        const float* state = THROUGH_L2 ? block.partial + block.result_of(row) * block.states * stride
-                                        : block.own_states + place * stride;
-        const int distance = THROUGH_L2 ? stride : block.own_rows * stride;
-        float maximum = LOWEST, total = 0.f;
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-        for (int span = 0; span < spans; ++span, state += distance) {
-            const float2* head = reinterpret_cast<const float2*>(state);
-            const float4* tail = reinterpret_cast<const float4*>(state + 4 + column);
-            const float2 weights = THROUGH_L2 ? __ldcg(head) : *head;
-            const float4 values = THROUGH_L2 ? __ldcg(tail) : *tail;
-            const float2 factors = next_maximum(maximum, weights.x);
-            add_part(total, weights.y, factors);
-            add_part(sum.x, values.x, factors), add_part(sum.y, values.y, factors);
-            add_part(sum.z, values.z, factors), add_part(sum.w, values.w, factors);
+    for (int begin = threadIdx.x; begin < items; begin += AT_ONCE * blockDim.x) {
+        const float* state[AT_ONCE];
+        int row[AT_ONCE], column[AT_ONCE], last[AT_ONCE], most = 0;
+        float maximum[AT_ONCE], total[AT_ONCE];
+        float4 sum[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int item = min(begin + i * static_cast<int>(blockDim.x), items - 1), place = item / LANES_OF_ROW;
+            row[i] = first + (place << step_bits);
+            column[i] = min(block.PART * block.part() + 4 * (item % LANES_OF_ROW), size - 4);
+            const int length = block.tables->lengths[block.token_of(row[i])], bits = block.bits_of(length);
+            last[i] = ((tiles_of(length) + (1 << bits) - 1) >> bits) - 1, most = max(most, last[i]);
+            state[i] = THROUGH_L2 ? block.partial + block.result_of(row[i]) * block.states * stride
+                                  : block.own_states + place * stride;
+            maximum[i] = LOWEST, total[i] = 0.f, sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
-        const float inverse = block.inverse_of(row, maximum, total);
-        *reinterpret_cast<uint2*>(block.context + block.result_of(row) * size + column) =
-            make_uint2(pack<T>(sum.x * inverse, sum.y * inverse), pack<T>(sum.z * inverse, sum.w * inverse));
+#pragma unroll 1
+        for (int span = 0; span <= most; span += SPANS) {
+            float2 weights[AT_ONCE][SPANS];
+            float4 values[AT_ONCE][SPANS];
+#pragma unroll
+            for (int n = 0; n < AT_ONCE * SPANS; ++n) {
+                const int i = n / SPANS;
+                const float* own = state[i] + min(span + n % SPANS, last[i]) * distance;
+                const float2* head = reinterpret_cast<const float2*>(own);
+                const float4* tail = reinterpret_cast<const float4*>(own + 4 + column[i]);
+                weights[i][n % SPANS] = THROUGH_L2 ? __ldcg(head) : *head;
+                values[i][n % SPANS] = THROUGH_L2 ? __ldcg(tail) : *tail;
+            }
+#pragma unroll
+            for (int n = 0; n < AT_ONCE * SPANS; ++n) {
+                const int i = n / SPANS;
+                if (span + n % SPANS > last[i]) continue;
+                const float4 own = values[i][n % SPANS];
+                const float2 factors = next_maximum(maximum[i], weights[i][n % SPANS].x);
+                add_part(total[i], weights[i][n % SPANS].y, factors);
+                add_part(sum[i].x, own.x, factors), add_part(sum[i].y, own.y, factors);
+                add_part(sum[i].z, own.z, factors), add_part(sum[i].w, own.w, factors);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {  // items that do not exist write what the last does
+            const float inverse = block.inverse_of(row[i], maximum[i], total[i]);
+            *reinterpret_cast<uint2*>(block.context + block.result_of(row[i]) * size + column[i]) = make_uint2(
+                pack<T>(sum[i].x * inverse, sum[i].y * inverse), pack<T>(sum[i].z * inverse, sum[i].w * inverse));
+        }
     }
 }
 
@@ -88,8 +113,8 @@ template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(co
         return;
     }
     if (threadIdx.x == 0) {  // behind a barrier of the block
-        unsigned* counter = block.counters + blockIdx.z * block.kv_heads + block.kv_head;
-        block.tables->is_last_block = last_of(counter, block.active * block.PARTS);
+        unsigned* counter = block.counters + (blockIdx.z * block.kv_heads + block.kv_head) * block.PARTS + block.part();
+        block.tables->is_last_block = last_of(counter, block.active);
     }
     __syncthreads();
     if (block.tables->is_last_block) merge_states<true>(block, 0, 0);

@@ -70,7 +70,7 @@ __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4]
                                            const Block<T, STEPS>& block, int begin, int ring_row) {
     constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;  // of 16
     constexpr int LOADS = (COLUMNS + BLOCKS_AT_ONCE - 1) / BLOCKS_AT_ONCE;
-    const unsigned values = shared_address(block.keys + 64 * CHUNK) + threadIdx.x % 32 / 16 * 16;
+    const unsigned values = shared_address(block.keys + 64 * block.template chunk<CHUNK>()) + threadIdx.x % 32 / 16 * 16;
     unsigned value[2][LOADS][4];
     auto load = [&](int n) {
         const int key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total
                                                const Block<T, STEPS>& block, const Rows& rows, int begin, int ring_row) {
     constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;
     constexpr int LOADS = (COLUMNS + BLOCKS_AT_ONCE - 1) / BLOCKS_AT_ONCE;
-    const unsigned values = shared_address(block.keys + 64 * CHUNK) + threadIdx.x % 32 / 16 * 16;
+    const unsigned values = shared_address(block.keys + 64 * block.template chunk<CHUNK>()) + threadIdx.x % 32 / 16 * 16;
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
         const int first = begin + BLOCK * n, key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[
         for (int half = 0; half < 2; ++half) {
             const float* before = unfinished_of(block, half) + 64 * CHUNK;
 #pragma unroll
-            for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d) {
+            for (int d = 0; d < 8; ++d) {
                 if (!block.has_eight(8 * CHUNK + d)) continue;
                 const float2 two = *reinterpret_cast<const float2*>(before + column_of<INT8>(d));
                 neighbour<0, INT8>(sum, d, half) = two.x * softmax.correction[half];
@@ -187,10 +187,11 @@ __device__ __forceinline__ void write_sums(float* const (&targets)[2], const flo
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (targets[half] == nullptr) continue;
-        float* target = targets[half] + 64 * CHUNK + block.PART * block.part();
+        const int eight = block.PART / 8 * block.part() + 8 * block.template chunk<CHUNK>();
+        float* target = targets[half] + 8 * eight;
 #pragma unroll
-        for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d)
-            if (block.has_eight(8 * CHUNK + d))
+        for (int d = 0; d < 8; ++d)
+            if (block.has_eight(eight + d))
                 *reinterpret_cast<float2*>(target + column_of<INT8>(d)) =
                     make_float2(neighbour<0, INT8>(sum, d, half), neighbour<1, INT8>(sum, d, half));
     }
@@ -220,10 +221,10 @@ __device__ __forceinline__ void compute_chunks(Sums& whole, float (&kept)[8][4],
     if constexpr (TILE_WARPS == 1) {
         float sum[8][4];
         compute_chunk<CHUNK>(whole, sum, total, targets, factors, block, rows, softmax, tile);
-    } else if (block.member == CHUNK) {
+    } else if (4 * block.member < block.PART_STEPS) {
         compute_chunk<CHUNK>(whole, kept, total, targets, factors, block, rows, softmax, tile);
     }
-    if constexpr (4 * (CHUNK + 1) < STEPS / parts_of(STEPS))
+    if constexpr (TILE_WARPS == 1 && 4 * (CHUNK + 1) < STEPS)
         compute_chunks<CHUNK + 1>(whole, kept, total, targets, factors, block, rows, softmax, tile);
 }
 
@@ -245,7 +246,7 @@ __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], S
         float score[2 * BLOCKS][4];
         compute_scores(score, block, rows, tile.begin, tile.ring_row,
                        [&] { load_tiles<true, false, 1>(block, division, round, stage); });
-        if constexpr (IN_TURN && !APART) load_tiles<false, true>(block, division, round, stage);  // all warps have read the keys
+        if constexpr (IN_TURN) load_tiles<false, true>(block, division, round, stage);  // all warps have read the keys
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;
         read_scores<0>(score, block);
@@ -264,7 +265,7 @@ __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], S
         else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE)
             targets[half] = block.state_of(rows.row[half], span) + 4;
     }
-    if constexpr (IN_TURN && !APART) {
+    if constexpr (IN_TURN) {
         wait_for_copies<0>();
         block.wait_for_tile();
     }

@@ -224,8 +224,8 @@ class AttentionStep(NamedTuple):
 
 
 class AttentionScratch(NamedTuple):
-    """A launch's own memory: `partial` float32 of `attention_partials`, `counters` [R, n_kv] uint32, zero before and
-    after."""
+    """A launch's own memory: `partial` float32 of `attention_partials`, `counters` uint32 of `attention_counters`, zero
+    before and after."""
 
     partial: OwnArray
     counters: OwnArray

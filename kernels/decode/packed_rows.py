@@ -19,9 +19,9 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: What `fitted.json` says of each.
-_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _FINE_BYTES, _EXPERTS = fitted(
+_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _DEEP_TILES, _FINE_BYTES, _EXPERTS = fitted(
     "packed layers of few rows",
-    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "fine_bytes", "experts"),
+    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "deep_tiles", "fine_bytes", "experts"),
 )
 
 
@@ -144,6 +144,9 @@ def _forms(one: bool, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> 
         return _OVERLAPPING
     if tiles > 8:
         return _MORE_TILES, *_OVERLAPPING
+    is_small = 4 * layout.rows <= 3 * 2 * BLOCK_ROWS * gpu.multiprocessors
+    if not of_experts and is_small and share > 2 and layout.format.bits <= 4 and layout.scales == 1:
+        return _DEEP_TILES, *_OVERLAPPING
     is_fine, is_brief = layout.scales > 1, slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
     if not is_brief and is_fine and layout.format.bits == 8:
         return _FINE_BYTES, *_OVERLAPPING

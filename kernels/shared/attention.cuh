@@ -45,10 +45,10 @@ template <typename T> __device__ __forceinline__ float2 read_norm(const T* weigh
 }
 
 // RMS norm of a lane's elements of a head of `size`: weight(q, 0) is what `read_norm` read for those of low[q], weight(q, 1)
-// for those of high[q].
+// for those of high[q]. Unless it `norms`, the weights alone multiply them.
 template <int STEPS, int QUADS, typename Weight>
 __device__ __forceinline__ void norm_head(float2 (&low)[QUADS], float2 (&high)[QUADS], const Weight& weight, int lane,
-                                          int size, float inverse_size, float epsilon) {
+                                          int size, float inverse_size, float epsilon, bool norms = true) {
     float squares = 0.f;
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void norm_head(float2 (&low)[QUADS], float2 (&high)[Q
 #pragma unroll
     for (int other = Lanes<STEPS>::OF_HEAD / 2; other > 0; other /= 2)
         squares += __shfl_xor_sync(FULL_WARP, squares, other);
-    const float factor = rsqrtf(fmaf(squares, inverse_size, epsilon));
+    const float factor = norms ? rsqrtf(fmaf(squares, inverse_size, epsilon)) : 1.f;
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
         const float2 of_low = weight(q, 0), of_high = weight(q, 1);
@@ -140,15 +140,10 @@ template <typename T, bool INT8> struct KeptFour {
         *reinterpret_cast<Two*>(key + place.y) = other;
         *reinterpret_cast<Four*>(value + column) = four;
     }
-
-    // Writes what is in parts of SIZE columns, number `of_key` of the key and `of_value` of the value.
-    template <int SIZE>
-    __device__ __forceinline__ void write_part(Element* key, Element* value, int2 place, int column, int of_key,
-                                               int of_value) const {
-        if (place.x / SIZE == of_key) *reinterpret_cast<Two*>(key + place.x % SIZE) = two;
-        if (place.y / SIZE == of_key) *reinterpret_cast<Two*>(key + place.y % SIZE) = other;
-        if (column / SIZE == of_value) *reinterpret_cast<Four*>(value + column % SIZE) = four;
+    __device__ __forceinline__ void write_key(Element* of_two, Element* of_other) const {
+        *reinterpret_cast<Two*>(of_two) = two, *reinterpret_cast<Two*>(of_other) = other;
     }
+    __device__ __forceinline__ void write_value(Element* value) const { *reinterpret_cast<Four*>(value) = four; }
 };
 
 // Products of a query and four keys, as scores below a cap: cap tanh(product inverse_cap), where inverse_cap is the scale of

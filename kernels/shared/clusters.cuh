@@ -8,10 +8,12 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// The same in two halves, between which other work is done; every thread of a cluster does both, or ends.
-__device__ __forceinline__ void arrive_at_cluster() {
+// The same in two halves, between which other work is done; every thread of a cluster does both, or ends. Who has written
+// nothing yet releases nothing: a release waits for the multiprocessor's writes.
+template <bool RELEASES = true> __device__ __forceinline__ void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if constexpr (RELEASES) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void wait_for_cluster() {

@@ -68,3 +68,11 @@ def test_a_template_that_takes_other_messages_is_said_and_no_failure(
     (own_checkpoint / TOKENIZER).write_text(json.dumps(values))
     code, out, _ = edgellm("build", own_checkpoint, tmp_path / "robot", *SMALL)
     assert code == 0 and "A conversation of one message was not rendered" in out and "only lists of languages" in out
+
+
+def test_what_answers_take_no_notice_of_is_said(own_checkpoint: Path, tmp_path: Path, edgellm: Edgellm) -> None:
+    asked = {"no_repeat_ngram_size": 3, "num_beams": 1, "bad_words_ids": [[5], [5, 6]], "typical_p": None}
+    (own_checkpoint / GENERATION).write_text(json.dumps(asked))
+    code, out, errors = edgellm("build", own_checkpoint, tmp_path / "robot", *SMALL, "--no-try")
+    said = "generation_config.json has no_repeat_ngram_size, bad_words_ids of several, of which answers take no"
+    assert code == 0 and said in " ".join(out.split()), out + errors

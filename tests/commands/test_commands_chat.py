@@ -96,6 +96,8 @@ def test_help_and_settings_are_listed(chat):
         ("/set top_p 7", "top_p is 7: expected a number above 0 and up to 1"),
         ("/set seed many", "seed is 'many': expected a whole number from -"),
         ("/save", "/save needs the name of a file: /save FILE"),
+        ('/save ""', "/save needs the name of a file: /save FILE"),
+        ("/save '/no/such/fol der/file'", "/no/such/fol der/file cannot be written: No such file or directory"),
         ("/save!", "/save! needs the name of a file: /save! FILE"),
         ("/load /no/such/file", "/no/such/file cannot be read: No such file or directory"),
         ("/save /no/such/folder/file", "/no/such/folder/file cannot be written: No such file or directory"),

@@ -70,6 +70,16 @@ def test_builds_at_the_same_time_do_not_forget_each_other(hub: HubServer, tmp_pa
     assert {*built_directories()} == {*paths}
 
 
+def test_a_directory_is_listed_once_by_whatever_name_it_was_built(
+    edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path
+) -> None:
+    Path("real").mkdir()
+    Path("linked").symlink_to("real")
+    for name in ("real/own", "linked/own"):
+        assert edgellm("build", tiny_checkpoint, name, "--kv-capacity", 64, "--no-try", "--force")[0] == 0
+    assert [each["path"] for each in listed(edgellm)] == [str(Path("real/own").resolve())]
+
+
 def test_remove_leaves_nothing_of_its_own(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
     repository = hub.repository(NAME)
     repository.commit_folder(tiny_checkpoint)

@@ -11,7 +11,13 @@ from device_bits import from_bits, relative, stored, to_bits, widened
 from gpu_device import device_copy
 from window_cases import CASES, WindowCase
 
-from edgellm.kernels.decode.attention import AttentionGeometry, AttentionShape, attention_launch, attention_partials
+from edgellm.kernels.decode.attention import (
+    AttentionGeometry,
+    AttentionShape,
+    attention_counters,
+    attention_launch,
+    attention_partials,
+)
 from edgellm.kernels.decode.contract import AttentionScratch, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
@@ -46,7 +52,7 @@ class Step:
         partials = attention_partials(shape) if geometry is None else rows * heads * shape.spans * shape.state
         self.arrays = {name: device_copy(gpu, array) for name, array in arrays.items()}
         self.context = gpu.zeros((rows, heads * case.size), dtype)
-        partial, counters = gpu.zeros((partials,), "float32"), gpu.zeros((rows, case.kv_heads), "uint32")
+        partial, counters = gpu.zeros((partials,), "float32"), gpu.zeros((attention_counters(shape),), "uint32")
         weights, step = case.bundles(self.arrays)
         self.shape, self.scratch = shape, AttentionScratch(partial, counters)  # a launch keeps no memory
         self.launch = attention_launch(

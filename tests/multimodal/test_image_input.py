@@ -134,7 +134,7 @@ def test_a_cmyk_photograph_keeps_its_colours() -> None:
 def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
     values = np.linspace(0, 65535, 24 * 40).astype(np.uint16).reshape(24, 40)
     expected = np.repeat(np.rint(values / 257).astype(np.uint8)[..., None], 3, axis=2)
-    sources = (values, values[..., None], np.repeat(values[..., None], 3, axis=2))
+    sources = (values, values.astype(">u2"), values[..., None], np.repeat(values[..., None], 3, axis=2))
     for source in sources:
         np.testing.assert_array_equal(read_image(source), expected)
     for kind in ("PNG", "TIFF"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import ros_double
 import yaml
-from ros_double import Generate, Header, Image, MultiThreadedExecutor, Node, String
+from ros_double import CompressedImage, Generate, Header, Image, MultiThreadedExecutor, Node, String
 
 import edgellm.ros.__main__ as program
 from edgellm.errors import DeviceLostError
@@ -99,6 +100,8 @@ def test_fields_of_a_goal_reach_the_request(node: Any) -> None:
     for goal, said in (
         ({"choice": ["a"], "json_schema": "{}"}, "has a choice and a json_schema"),
         ({"json_schema": "{"}, "json_schema is no JSON"),
+        ({"json_schema": "[" * 100_000}, "json_schema is no JSON"),
+        ({"show_image": True, "max_image_age": math.nan}, "s old: expected nan s at most"),
         ({"adapter": "nobody"}, "nobody"),
         ({"priority": 10**8}, "priority"),
     ):
@@ -164,13 +167,22 @@ def test_a_question_is_asked_until_it_is_taken_back(node: Any) -> None:
     shown(node, "toys")
     until(lambda: len(said) == 2)
     assert [each.data[:2] for each in said] == ["No", "Ye"]
-    assert node.callbacks["set"]([parameter(name="question", value="Is there a lamp in the photo?")]).successful
+    cut = CompressedImage(header=Header(frame_id="cut"), format="bgr8; jpeg compressed", data=b"\xff\xd8\xff cut")
+    node.answering.see(cut)  # which is not looked into before it is asked about
+    until(lambda: node.answering._problem)
+    assert "damaged" in node.answering.diagnosis()[1]
+    shown(node, "study")
     until(lambda: len(said) == 3)
+    assert node.answering.diagnosis()[1] == "answers"
+    shown(node, "toys")
+    until(lambda: len(said) == 4)
+    assert node.callbacks["set"]([parameter(name="question", value="Is there a lamp in the photo?")]).successful
+    until(lambda: len(said) == 5)
     assert not node.callbacks["set"]([parameter(name="goals", value=3)]).successful
     node.callbacks["~/stop"]()
     until(lambda: not node.answering._watching.is_alive())
     shown(node, "study")
-    assert len(said) == 3
+    assert len(said) == 5
 
 
 def test_diagnostics(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from golden_files import golden_folder
 from golden_images import GoldenModel
 from safetensors.numpy import load_file
 from synthetic_images import synthetic_image
+from tiny_families import RECURRENT
 
 from edgellm.asynchronous import AsyncLLM
 from edgellm.engines.building.builder import build_engine_directory
@@ -226,6 +227,15 @@ def test_what_has_no_such_rows_is_refused_by_name(llm: LLM) -> None:
     with pytest.raises(EngineError, match="layer 0 keeps no keys and values: name layers of attention"):
         lfm.base.states.shared_rows(0, 0, 4, None)
     lfm.close()
+
+
+def test_all_layers_are_those_that_keep_rows(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", **RECURRENT["lfm2"])
+    build_engine_directory(tmp_path / "checkpoint", tmp_path / "engines", EngineLimits(1, 16, 64), [])
+    with LLM(tmp_path / "engines", backend="numpy") as llm, llm.prefill(Request([5, 3, 8])) as states:
+        kinds = llm.directory.config.layer_kinds
+        assert states.layers == tuple(index for index, kind in enumerate(kinds) if kind == "attention") != ()
+        assert len(states.keys) == len(states.layers) < len(kinds)
 
 
 def test_a_ring_is_handed_out_as_long_as_its_rows_are_in_order() -> None:

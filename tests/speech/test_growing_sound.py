@@ -43,6 +43,8 @@ def test_a_growing_sound_has_the_features_of_the_whole(name: str, rate: int) -> 
             np.testing.assert_array_equal(found.features(0, len(found.frames)), whole.features(0, len(whole.frames)))
         with pytest.raises(AudioError):
             growing.followed_by(np.float32([1, np.nan]))
+        with pytest.raises(AudioError, match="the samples are a tuple of no equal parts"):
+            growing.followed_by((samples, rate))
     assert growing.count == len(samples)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -201,11 +202,16 @@ def test_what_is_wrong_is_said(llm: LLM, engines: Path, monkeypatch: pytest.Monk
     frame = video(1, 16, 16)[0]
     wrong: list[tuple[Any, str]] = [
         ([], "a video is empty: expected a path"),
+        (np.stack([frame, frame]), "a video is a ndarray: expected a path"),
+        ([(math.nan, frame)], "a video is a list: expected a path"),
         ([frame, frame], r"pairs \(seconds, image\)"),
         ([(1.0, frame), (0.5, frame)], "not in order"),
         ([(0.0, frame), (0.5, frame[:8])], "a frame of the video has 16 x 8 pixels"),
         ([(0.0, frame), (0.5, "none")], "none cannot be read"),
     ]
+    times = np.float32([0.0, 0.5]), [0.0, 0.5]
+    first, second = (llm.count_tokens(message(shown([(each, frame) for each in own]))) for own in times)
+    assert first == second
     for source, expected in wrong:
         with pytest.raises(ImageError, match=rf"part 1 of message 1 .*{expected}"):
             llm.chat(message(shown(source)), **GREEDY)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import runpy
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -334,3 +336,84 @@ def test_a_watch_may_be_awaited() -> None:
                 assert await anext(other, None) is None and not camera.closed
 
     asyncio.run(run())
+
+
+def test_a_closed_camera_lets_its_source_go() -> None:
+    """A device that stayed open could not be opened again while the closed camera is still held."""
+    released = threading.Event()
+
+    def device() -> Iterator[np.ndarray]:
+        try:
+            while True:
+                yield np.zeros((2, 2, 3), np.uint8)
+        finally:
+            released.set()
+
+    camera = Camera(device(), rate=np.float32(1000))
+    camera.wait(lambda: camera.frames > 1 or camera.ended)
+    camera.close()
+    camera.raise_failure()
+    assert released.is_set() and camera.frames > 1
+
+
+@pytest.mark.parametrize("wrong", [("now", 1), (math.nan, 1), (math.inf, 1), (time.time(), 1), (1.0,), (1, 2, 3, 4)])
+def test_frames_with_times_of_another_clock_are_refused(wrong: tuple[object, ...]) -> None:
+    with Camera([wrong]) as camera:
+        camera.wait(lambda: camera.ended, timeout=5)
+        with pytest.raises(ImageError, match=r"frame 0 of the source .* seconds of time.perf_counter\(\)"):
+            camera.raise_failure()
+
+
+def test_times_that_go_back_and_numpys_are_taken() -> None:
+    now = np.float32(time.perf_counter() - 2000)
+    with Camera([(now, 1), (now - 1, 2, "about"), (None, 3)]) as camera:
+        camera.wait(lambda: camera.ended, timeout=5)
+        camera.raise_failure()
+        assert camera.frames == 3 and camera.frame is not None and camera.frame.taken > now
+
+
+def test_a_clock_that_goes_back_ends_no_watch(llm: LLM) -> None:
+    gates = [threading.Event() for _ in range(3)]
+
+    def source() -> Iterator[tuple[float, np.ndarray]]:
+        now = time.perf_counter()
+        for number, gate in enumerate(gates):
+            gate.wait(10)
+            yield now - number, scene("toys")
+
+    with Camera(source()) as camera, llm.watch(camera, BOAT, max_tokens=1) as watch:
+        for number, gate in enumerate(gates):
+            gate.set()
+            assert next(watch).frame.number == number
+        assert next(watch, None) is None
+
+
+def test_a_watch_goes_on_behind_a_damaged_frame(llm: LLM) -> None:
+    frames: SimpleQueue[object] = SimpleQueue()
+    with Camera(iter(frames.get, None)) as camera, llm.watch(camera, BOAT, max_tokens=1) as watch:
+        for number, image in enumerate((b"damaged", scene("toys"), b"damaged", scene("study"))):
+            frames.put((None, image))
+            if isinstance(image, bytes):
+                with pytest.raises(ImageError, match="is not an image"):
+                    next(watch)
+            else:
+                assert next(watch).frame.number == number
+        frames.put(None)
+        assert next(watch, None) is None
+
+
+def test_a_loop_that_was_left_lets_its_source_go(llm: LLM) -> None:
+    released = threading.Event()
+
+    def device() -> Iterator[np.ndarray]:
+        try:
+            while True:
+                time.sleep(0.002)
+                yield scene("toys")
+        finally:
+            released.set()
+
+    for _ in llm.watch(device(), BOAT, max_tokens=1):
+        break
+    gc.collect()
+    assert released.wait(5)

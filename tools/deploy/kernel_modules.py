@@ -57,7 +57,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     attentions.append((256, AttentionKind(False, tile_warps=1)))
     attentions += [(128, AttentionKind(neighbours=True)), (128, AttentionKind(norms_behind=True))]
     attentions += [(size, AttentionKind(window=size == 256, values_normed=True)) for size in (256, 512)]
-    attentions.append((512, AttentionKind(in_turn=2, values_normed=True)))
+    attentions += [(512, AttentionKind(int8=int8, in_turn=True, values_normed=True)) for int8 in both]
     attentions += [(64, AttentionKind(False, True)), (128, AttentionKind(True, True))]
     attentions += [(size, AttentionKind(shares, int8, window=True)) for size, shares, int8 in of_windows]
     attentions += [(64, AttentionKind(shares, window=window, sinks=True)) for shares, window in _SINKS]

@@ -13,7 +13,12 @@ from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import LAST_SEEN, Attention
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode import contract
-from edgellm.kernels.decode.attention import AttentionShape, attention_partials, attention_shared_bytes
+from edgellm.kernels.decode.attention import (
+    AttentionShape,
+    attention_counters,
+    attention_partials,
+    attention_shared_bytes,
+)
 from edgellm.kernels.prefill.contract import RING_STEP, HeadNorms, KeyValueRows, RotaryPart, RowScales, prefill_refusal
 from edgellm.kernels.prefill.launcher import AttentionKind, attention_bytes
 from edgellm.kernels.recurrent.contract import GatedHeads
@@ -70,7 +75,7 @@ class FewTokens(_AnyAttention):
         return super().scratch(step, program) | {PARTIAL: ((partials,), "float32")}
 
     def counters(self, step: Attention, program: Program) -> Edge:
-        return {COUNTERS: ((step_rows(step, program), step.heads[1]), "uint32")}
+        return {COUNTERS: ((attention_counters(_attention_shape(step, program.shape)),), "uint32")}
 
     def _attention(self, step: Attention, run: Launching, qkv: Array) -> list[Any]:
         array = run.array

@@ -187,6 +187,13 @@ def test_index_and_shards_must_agree(directory: Path, case: str) -> None:
     message.encode()  # can be printed
 
 
+def test_shards_that_do_not_agree_are_closed(directory: Path) -> None:
+    write_shards(directory, {A: {"x": ONE}, B: {"y": ONE}}, {"x": B, "y": B})
+    with pytest.raises(CheckpointError) as caught:  # whose traceback holds what was opened
+        Checkpoint.open(directory)
+    assert "not in" in str(caught.value) and str(directory) not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}'])
 def test_index_must_be_valid(directory: Path, content: str) -> None:
     (directory / INDEX).write_text(content)

@@ -103,6 +103,14 @@ def test_split_files_that_do_not_belong_together(tmp_path: Path) -> None:
         open_split(paths[0].rename(tmp_path / "m.gguf"))
 
 
+def test_files_that_do_not_belong_together_are_closed(tmp_path: Path) -> None:
+    path = _split(tmp_path, **{"split.tensors.count": 7})[0]
+    with pytest.raises(CheckpointError) as caught:  # whose traceback holds what was opened
+        open_split(path)
+    held = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert caught.value and not [each for each in held if each.startswith(str(tmp_path))]
+
+
 HEAD = struct.pack("<IQQ", 3, 0, 1)
 KEY = b"GGUF" + HEAD + text("k")
 

@@ -71,8 +71,9 @@ def test_sliding_windows_that_slide() -> None:
 
 def test_end_of_sequence_ids_lie_in_the_vocabulary() -> None:
     assert decoder_config(LLAMA_2_7B, {"eos_token_id": [31999, 5, 31999]}).eos_token_ids == (31999, 5)
+    assert decoder_config(LLAMA_2_7B, {"eos_token_id": [32000, 2]}).eos_token_ids == (2,)
     with pytest.raises(
-        CheckpointError, match=r"generation_config\.json: eos_token_id is 32000, but vocab_size is 32000"
+        CheckpointError, match=r"generation_config\.json: eos_token_id is 32000, but vocab_size is 32000.* name the ids"
     ):
         decoder_config(LLAMA_2_7B, {"eos_token_id": 32000})
 

@@ -78,7 +78,7 @@ def test_every_step_of_large_heads_fits_every_device(
             states = batch * tokens * shape.heads * shape.spans * shape.state
             assert not in_memory or attention_partials(shape) == states
             assert attention_partials(shape) <= max(1 << 23, states // batch // tokens * 16)
-            assert size <= 256 or (geometry.in_turn and attention_geometries(shape, gpu.shared_limit, gpu.has_clusters))
+            assert size <= 256 or attention_geometries(shape, gpu.shared_limit, gpu.has_clusters)
 
 
 def test_where_nothing_fits_the_smallest_blocks_tell_what_they_need() -> None:
@@ -147,13 +147,13 @@ def tiles_of_rounds(
     return found
 
 
-def test_steps_of_large_heads_leave_room_to_the_layer_before() -> None:
-    """Where kernels overlap: half of the registers; and parts of keys come at once, where there is memory for them."""
+def test_steps_of_large_heads_have_warps_for_all_tiles_of_a_window() -> None:
+    """Two spans a block of a cluster; and parts of keys come at once, where there is memory for them."""
     step = AttentionShape(1, 1, 8, 1, 256, 1088, window=512)
-    assert attention_geometry(step, device("h200")).warps == 4
+    assert attention_geometry(step, device("h200")).warps == 8
     whole = step._replace(size=512, window=0)
-    assert [attention_geometry(whole, device(name)).apart for name in ("h200", "orin")] == [True, False]
-    assert not attention_geometry(whole._replace(int8=True), device("h200")).apart
+    assert [attention_geometry(whole, device(name)).in_turn for name in ("h200", "orin")] == [False, True]
+    assert attention_geometry(whole._replace(int8=True), device("h200")).in_turn
 
 
 @pytest.mark.parametrize("window", [0, 512])

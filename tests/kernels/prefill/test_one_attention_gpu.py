@@ -13,7 +13,7 @@ from gpu_device import device_copy
 from window_cases import ring_caches
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.attention import AttentionShape, attention_launch, attention_partials
+from edgellm.kernels.decode.attention import AttentionShape, attention_counters, attention_launch, attention_partials
 from edgellm.kernels.decode.contract import MAX_TOKENS, AttentionScratch, AttentionStep, AttentionWeights
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, RotaryPart, RowScales
 from edgellm.kernels.prefill.launcher import CudaPrefill
@@ -153,7 +153,7 @@ class Device:
         )
         weights = AttentionWeights(*norms, EPSILON, OFFSET, *kinds)
         sizes = (prompt.heads, prompt.kv_heads, prompt.size, prompt.shape[2], prompt.int8, prompt.window)
-        counters = gpu.zeros((MAX_TOKENS, prompt.kv_heads), "uint32")
+        counters = gpu.zeros((attention_counters(AttentionShape(1, MAX_TOKENS, *sizes)),), "uint32")
         size = max(attention_partials(AttentionShape(1, tokens, *sizes)) for tokens in range(1, MAX_TOKENS + 1))
         scratch = AttentionScratch(gpu.zeros((size,), "float32"), counters)
         masks: list[DeviceArray] = []  # a launch keeps no memory

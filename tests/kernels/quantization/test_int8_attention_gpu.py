@@ -8,7 +8,13 @@ import pytest
 from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
 
-from edgellm.kernels.decode.attention import AttentionGeometry, AttentionShape, attention_launch, attention_partials
+from edgellm.kernels.decode.attention import (
+    AttentionGeometry,
+    AttentionShape,
+    attention_counters,
+    attention_launch,
+    attention_partials,
+)
 from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights
 from edgellm.kernels.decode.heads_twin import rotary_embedding
 from edgellm.kernels.prefill.contract import KeyValueRows, RowScales
@@ -70,7 +76,7 @@ class Decoder:
         scales = self.caches["k_scale"], self.caches["v_scale"]
         step = AttentionStep(kept[1], kept[2], given, self.caches["k_cache"], self.caches["v_cache"], False, *scales)
         weights = AttentionWeights(None, None, 0.0, 0.0, self.size**-0.5, rotates)
-        scratch = AttentionScratch(partial, gpu.zeros((tokens, KV_HEADS), "uint32"))
+        scratch = AttentionScratch(partial, gpu.zeros((attention_counters(shape),), "uint32"))
         attention_launch(gpu.kernel_module, kept[0], weights, step, scratch, context, geometry)()
         found = gpu.download(context)
         return from_bits(found, self.dtype)

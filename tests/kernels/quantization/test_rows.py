@@ -88,7 +88,7 @@ def test_operations_attend_to_rows_as_they_are_read_back(tokens: int, wide: bool
             assert (rows[b, :, start : start + tokens] == expected[0]).all()
             assert (scales[b, :, start : start + tokens] == expected[1]).all()
     seen = np.arange(ROWS) <= starts[:, None, None] + np.arange(tokens)[:, None]
-    found = operations.attention(query, *cache.rows, seen[:, None], Scoring(0.25), *cache.scales)
+    found = operations.attention(query, (*cache.rows, *cache.scales), seen[:, None], Scoring(0.25))
     expected = reference(query.transpose(0, 2, 1, 3), cache, seen, 0.25)
     found = found.transpose(0, 2, 1, 3).reshape(expected.shape)
     np.testing.assert_allclose(found, expected, atol=1e-12 if wide else 1e-5)
