@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import pytest
 from gpu_device import cuda_device
 from http_server import ServerProcess, chat_body, read_to_end, wait_for
 from linked_environment import first_in_path
-from served_answers import LONG, SHORT, Answers, Pause, answer
+from served_answers import LONG, SHORT, Answers, Pause, answer, check_before
 
 from edgellm import LLM
 from edgellm.asynchronous import AsyncLLM
 from edgellm.commands.console import DEVICE_LOST
 from edgellm.engines.backends.base import Engine
-from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
-from edgellm.engines.backends.numpy_ranks import RankedEngine
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.errors import DeviceLostError, DeviceMemoryError, EngineError, KernelError
 from edgellm.http.app import Service
 from edgellm.http.fields import ServedModel
@@ -71,17 +69,6 @@ def lost_round(server):
 RequestServer._round = lost_round
 """,
 }
-
-
-def check_before(monkeypatch: pytest.MonkeyPatch, check: Callable[[Engine], None]) -> None:
-    """Call `check` with each engine of NumPy before it computes."""
-    for kind in (NumpyEngine, RankedEngine):
-
-        def enqueue(engine: Engine, compute: Callable[[Engine], None] = kind.enqueue) -> None:
-            check(engine)
-            compute(engine)
-
-        monkeypatch.setattr(kind, "enqueue", enqueue)
 
 
 def lose(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
