@@ -130,8 +130,27 @@ class _Walk:
         all_of += _write_format(enforced)
         if all_of:
             enforced["allOf"] = all_of
+        if enforced.get("additionalProperties") is False and "patternProperties" in enforced:
+            self._list_patterns(enforced, f"{place}/patternProperties")
         _check_bounds(enforced, place)
         return enforced
+
+    def _list_patterns(self, enforced: dict[str, Any], place: str) -> None:
+        """Where only listed names fulfil any pattern, say of these names' properties what the patterns say: llguidance
+        lets a comma follow the last of them, behind which no name could come (seen in 1.9.1)."""
+        properties, patterns = enforced.get("properties", {}), enforced["patternProperties"]
+        known, found = list(dict.fromkeys([*properties, *enforced.get("required", ())])), {}
+        for pattern in (each for each, value in patterns.items() if value is not False):
+            self.steps.take(20 + 10 * len(known))
+            found[pattern] = _only_names(pattern, known) if known else []
+            if not found[pattern]:
+                return
+        for number, pattern in enumerate(found):
+            value = patterns.pop(pattern)
+            for name in found[pattern]:
+                both = {"allOf": [properties[name], value]} if name in properties else value
+                properties[name] = self.found[f"{place}~/{number}/{_escaped(name)}"] = both
+        enforced |= {"properties": properties, "patternProperties": patterns}
 
     def _is_named(self, schema: dict[str, Any]) -> bool:
         """Whether a subschema has a name, so that the $refs within begin at it."""
@@ -281,6 +300,27 @@ class _Walk:
                             f"is {bound}, with another bound less than 1 away, and {bound} itself would get through",
                             "a bound that is no whole number, such as 0.001 for above 0, or one that may be reached",
                         )
+
+
+def _only_names(pattern: str, known: list[str]) -> list[str]:
+    """The names, of those that are `known`, that fulfil a pattern; [] where others fulfil it, too."""
+    from llguidance import LLMatcher
+
+    from edgellm.structure.grammar import byte_vocabulary, matches  # llguidance is loaded for schemas that need it
+
+    def grammar(names: list[str]) -> str:
+        listed = {"properties": dict.fromkeys(names, True), "required": names}
+        schema = {"type": "object", **listed, "patternProperties": {pattern: True}, "additionalProperties": False}
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+
+    def written(names: list[str]) -> str:
+        return json.dumps(dict.fromkeys(names, 0), ensure_ascii=False)
+
+    constraint = byte_vocabulary().constraint_for(grammar(known), "the JSON schema")
+    before = (written(known)[:-1] + ",").encode()  # a comma comes behind any property, whatever may follow
+    if not all(map(constraint.try_advance, before)) or constraint.try_advance(ord('"')):
+        return []
+    return [name for name in known if matches(grammar([]), written([name]))]
 
 
 def _merges(schema: dict[str, Any]) -> bool:

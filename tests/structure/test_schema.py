@@ -12,6 +12,7 @@ from random_answers import random_answer
 
 from edgellm.errors import RequestError
 from edgellm.structure.description import Structure
+from edgellm.structure.grammar import byte_vocabulary
 from edgellm.structure.schema import ANNOTATIONS, ENFORCED, enforced_schema
 
 TREE = {
@@ -221,6 +222,29 @@ def test_a_format_has_its_shape(name):
 def test_what_would_not_be_enforced_is_refused_with_its_place(schema, words):
     with pytest.raises(RequestError, match=words):
         Structure(json=schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "integer"}, "b": {}}, "patternProperties": {"^(a|b)$": {"minimum": 3}}},
+        {"properties": {"a": {}}, "patternProperties": {"^a$": {"type": "integer"}, "^c": False}},
+        {"patternProperties": {"^a$": {"type": "integer"}}, "required": ["a"]},
+        {"properties": {"a": {}, "b": {}}, "patternProperties": {"^a$": {"type": "integer"}, "^b$": {"type": "null"}}},
+    ],
+    ids=str,
+)
+def test_names_that_are_all_listed_leave_no_dead_end_to_patterns(schema):
+    schema = {"type": "object", "additionalProperties": False, **schema}
+    structure, validator = Structure(json=schema), jsonschema.Draft202012Validator(schema)
+    for text in ('{"a": 4}', '{"a": "x"}', '{"a": 1}', '{"a": 4, "b": null}', '{"b": null}', '{"c": 1}', "{}"):
+        assert structure.is_complete(text) == validator.is_valid(json.loads(text)), text
+    constraint = byte_vocabulary().constraint_for(structure.grammar_text)
+    names = [*schema.get("properties", ["a"])]
+    whole = json.dumps({name: 4 if name == "a" else None for name in names})
+    assert all(map(constraint.try_advance, whole[:-1].encode()))
+    assert not constraint.try_advance(ord(","))  # behind which nothing could come
+    assert constraint.try_advance(ord("}"))
 
 
 @pytest.mark.parametrize("keyword", sorted(ANNOTATIONS))
