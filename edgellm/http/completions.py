@@ -8,7 +8,7 @@ from typing import Any
 
 from edgellm.errors import shown
 from edgellm.http.errors import HTTPError, wrong
-from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs
+from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_chat_logprobs, with_logprobs
 from edgellm.sampling_params import LARGEST_SEED
 
 #: Completions end after so many tokens where nothing says how many; a request has at most so many answers.
@@ -20,12 +20,7 @@ def chat(body: bytes, model: ServedModel) -> ParsedRequest:
     fields = Fields(body, model)
     request = fields.common()
     fields.only("n", 1, why="one answer is given to a conversation")
-    params = fields.sampling("max_tokens", "max_completion_tokens")
-    logprobs, top = fields.take("logprobs", bool), fields.take("top_logprobs", int)
-    if top is not None and not logprobs:
-        raise HTTPError(400, "top_logprobs is given without logprobs: set logprobs to true", param="top_logprobs")
-    if logprobs:
-        params = with_logprobs(params, "top_logprobs", top or 0)
+    params = with_chat_logprobs(fields.sampling("max_tokens", "max_completion_tokens"), fields)
     request["params"] = fields.structured(params, fields.take("response_format", dict), "response_format")
     request |= {name: fields.take(name) for name in TOOLS}
     fields.only("modalities", ["text"], why="answers are text")

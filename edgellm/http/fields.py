@@ -354,6 +354,15 @@ def with_logprobs(params: SamplingParams, name: str, count: int) -> SamplingPara
     return checked(name, lambda count: replace(params, logprobs=count), count, "logprobs")
 
 
+def with_chat_logprobs(params: SamplingParams, fields: Fields) -> SamplingParams:
+    """Parameters with what the fields logprobs and top_logprobs ask. As in OpenAI's API the second, any number of them,
+    goes with the first alone."""
+    logprobs, top = fields.take("logprobs", bool), fields.take("top_logprobs", int)
+    if top is not None and not logprobs:
+        raise HTTPError(400, "top_logprobs is given without logprobs: set logprobs to true", param="top_logprobs")
+    return with_logprobs(params, "top_logprobs", top or 0) if logprobs else params
+
+
 def _guide(name: str, described: Mapping[str, Any]) -> Structure:
     """The structure of one kind that a field describes; a JSON schema may be text."""
     described = {kind: value for kind, value in described.items() if value is not None}

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.errors import shown
 from edgellm.http.errors import HTTPError, unserved, wrong
-from edgellm.http.fields import Fields, ParsedRequest, ServedModel, with_logprobs
+from edgellm.http.fields import Fields, ParsedRequest, ServedModel, with_chat_logprobs
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.turns import OngoingConversation
 
@@ -78,12 +78,7 @@ def _begun(body: bytes, model: ServedModel) -> tuple[Fields, dict[str, Any]]:
     """What both have: a stream where nothing else is said, options, a format, log-probabilities."""
     fields = Fields(body, model, streams=True)
     request = fields.common()
-    params = _sampling(fields)
-    logprobs, top = fields.take("logprobs", bool), fields.take("top_logprobs", int)
-    if top and not logprobs:
-        raise HTTPError(400, "top_logprobs is given without logprobs: set logprobs to true", param="top_logprobs")
-    if logprobs:
-        params = with_logprobs(params, "top_logprobs", top or 0)
+    params = with_chat_logprobs(_sampling(fields), fields)
     given = fields.take("format")
     if given not in (None, "", "json") and not isinstance(given, dict):
         raise wrong("format", given, "'json', or a JSON schema")

@@ -130,6 +130,7 @@ def test_models_are_listed_and_shown(server: ServerProcess) -> None:
         ({"shift": True}, "shift"),
         ({"think": "huge"}, "think"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 0, "logprobs": False}, "top_logprobs"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "images": [1]}]}, "messages"),
         ({"template": "{{ .Prompt }}"}, "template"),

@@ -78,6 +78,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary has 4096"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "nothing could be said"),
     ({"top_logprobs": 2}, "top_logprobs", "without logprobs"),
+    ({"top_logprobs": 0}, "top_logprobs", "without logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
     ({"logprobs": 2}, "logprobs", "true or false"),
     ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
