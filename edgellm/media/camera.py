@@ -56,6 +56,9 @@ class Camera(Closing):
         expected = "a device's number, a path, URL or pipeline, or an iterable of images"
         is_given = is_opened or (isinstance(source, Iterable) and not isinstance(source, bytes))
         require_kind(is_given, "source", source, expected)
+        shape, expected = getattr(source, "shape", None), "an iterable of images, as [image] is, or frames [N, H, W, 3]"
+        require(shape is None or len(shape) == 4, "source.shape", shape, expected)
+        require(not isinstance(source, int) or abs(source) < 2**31, "source", source, "a device's number, as 0")
         require(rate is None or as_float(rate) > 0, "rate", rate, "frames a second, more than 0, or None")
         if is_opened:
             capture, own_rate = _opened(source)

@@ -103,6 +103,14 @@ def test_what_is_no_source_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM)
     for source in (None, b"bytes", 1.5, True):
         with pytest.raises(RequestError, match="source"):
             Camera(source)
+    with pytest.raises(RequestError, match="source is 1000000000000: expected a device's number"):
+        Camera(10**12)
+    for shape in ((48, 64, 3), (5, 48, 64), (64,)):  # rows would be taken for grey frames
+        with pytest.raises(RequestError, match=r"source\.shape is .*: expected an iterable of images, as \[image\] is"):
+            Camera(np.zeros(shape, np.uint8))
+    with Camera(np.zeros((2, 48, 64, 3), np.uint8)) as camera:
+        camera.wait(lambda: camera.ended)
+    assert (camera.frames, camera.frame.image.shape) == (2, (48, 64, 3))
     with pytest.raises(RequestError, match="rate"):
         Camera([], rate=0)
     monkeypatch.setitem(sys.modules, "cv2", None)
