@@ -51,8 +51,8 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 
 def check_path(name: str, path: Any) -> None:
-    """Raise RequestError for what is no path."""
-    require(isinstance(path, (str, Path)), name, path, "a path, as text or pathlib.Path")
+    """Raise RequestError for what is no path; "" is none, though pathlib takes it for the present directory."""
+    require(isinstance(path, (str, Path)) and path != "", name, path, "a path, as text or pathlib.Path")
     found = f"{name} is {shown(str(path))}"
     try:
         encoded = os.fsencode(path)

@@ -257,12 +257,11 @@ def _check_prompt(prompt: Any) -> None:
     is_list = isinstance(prompt, Collection) and not isinstance(prompt, (Mapping, Set))
     require_kind(is_list and getattr(prompt, "ndim", 1) == 1, "the prompt", prompt, "text, or a list of token ids")
     for each in prompt:  # the engine knows its vocabulary
-        if not isinstance(each, Integral):
+        if not isinstance(each, Integral) or isinstance(each, bool):
             raise RequestError(f"the prompt has {shown(each)} among its token ids: expected whole numbers, or text")
-        if not -_IDS <= int(each) < _IDS:
-            raise RequestError(
-                f"the prompt has the token id {shown(int(each))}: expected 32 bits, use the model's own tokenizer"
-            )
+        if not 0 <= int(each) < _IDS:
+            found = f"the prompt has the token id {shown(int(each))}"
+            raise RequestError(f"{found}: expected 0 to {_IDS - 1}, use the model's own tokenizer")
 
 
 def checked_priority(priority: Any) -> int:

@@ -21,8 +21,10 @@ from edgellm import LLM, EdgeLLMError, Request, RequestError, SamplingParams
     [
         ({"prompt": 5}, "the prompt is a int: expected text, or a list of token ids"),
         ({"prompt": iter([1, 2])}, "the prompt is a list_iterator"),
-        ({"prompt": [1, 2**70]}, f"the token id {2**70}: expected 32 bits"),
-        ({"prompt": np.array([2**40])}, f"the token id {2**40}: expected 32 bits"),
+        ({"prompt": [1, 2**70]}, f"the token id {2**70}: expected 0 to {2**31 - 1}"),
+        ({"prompt": np.array([2**40])}, f"the token id {2**40}: expected 0 to {2**31 - 1}"),
+        ({"prompt": [1, -1]}, f"the token id -1: expected 0 to {2**31 - 1}"),
+        ({"prompt": [True]}, "the prompt has True among its token ids: expected whole numbers"),
         ({"prompt": "x", "params": {"max_tokens": 3}}, "params is a dict: expected SamplingParams"),
         ({"prompt": "x", "adapter": ["json"]}, "adapter is a list: expected a LoRA adapter's name"),
         ({"prompt": "x", "stop_when": asyncio.sleep}, "stop_when is a function: expected a callable"),
@@ -39,6 +41,7 @@ def test_requests(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"engine_directory": ""}, "engine_directory is '': expected a path"),
         ({"drafting": "fast"}, "drafting is 'fast': expected DraftingConfig(...), \"auto\" or None"),
         ({"adapters": ["json"]}, "adapters is ['json']: expected directories by name"),
         ({"snapshots": "pip.safetensors"}, "snapshots is 'pip.safetensors': expected a list of files"),
@@ -48,7 +51,7 @@ def test_requests(arguments: dict[str, Any], message: str) -> None:
 )
 def test_options_of_a_model(serving_engines: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
-        LLM(serving_engines, backend="numpy", **options)
+        LLM(**{"engine_directory": serving_engines, "backend": "numpy", **options})
     assert message in str(caught.value)
 
 
