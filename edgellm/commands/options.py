@@ -218,6 +218,7 @@ class SystemCacheOptions(Options, panel="Prompt"):
         "cache list shows it, or a file.",
         metavar="FILE",
         expected="a file or the name of a snapshot",
+        may_be_path=True,
     )
     no_system_cache: bool = option("Begin without the snapshot that a settings file names.")
 

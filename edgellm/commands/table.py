@@ -34,7 +34,7 @@ class Option:
 
     Numbers are at least `least` and at most `most`; text is one of `choices` where there are any, and neither empty nor
     with a null character unless it `is_free`; `check` raises RequestError for what else is wrong with a value of that
-    name. `expected` says in errors what is right. `details` are for typer.
+    name. `expected` says in errors what is right; what `may_be_path` has any bytes. `details` are for typer.
     """
 
     help: str
@@ -50,6 +50,7 @@ class Option:
     check: Callable[[str, Any], object] | None = None
     is_free: bool = False
     expected: str = ""
+    may_be_path: bool = False
 
     def in_words(self, value: Any) -> str:
         """What is expected, where this value was found."""
@@ -91,7 +92,7 @@ class Option:
     def require_text(self, value: Any) -> None:
         """Raise RequestError for a text with bytes that are none: Python hands them on from the command line."""
         for text in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(text, str):
+            if isinstance(text, str) and not self.may_be_path:
                 name = self.flags[0] if self.flags else f"the {self.name}"
                 decoded(text.encode("utf-8", "surrogateescape"), name, RequestError)
 

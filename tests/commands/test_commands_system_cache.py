@@ -92,6 +92,16 @@ def test_generate_finds_a_snapshot_by_its_name(edgellm: Edgellm, engines: Path) 
         assert (warm["token_ids"], warm["adapter"]) == (cold["token_ids"], None)
 
 
+def test_a_path_of_any_bytes_is_taken_where_one_is_written(edgellm: Edgellm, engines: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pip\udcff.safetensors"  # a byte 0xff, as Python hands it on
+    built(edgellm, engines, "--output", path)
+    assert path.exists()
+    code, out, err = edgellm("generate", "hello", "-m", engines, *COMMON, "--json", "--system-cache", path)
+    assert (code, err, json.loads(out)["usage"]["reused_tokens"]) == (0, "", TOKENS - 1)
+    assert edgellm("cache", "verify", path)[::2] == (0, "")
+    assert "not UTF-8" in edgellm("generate", "hello", "-m", engines, "--system", "pip\udcff")[2]
+
+
 def test_a_snapshot_brings_its_system_prompt(edgellm: Edgellm, engines: Path, tmp_path: Path) -> None:
     built(edgellm, engines, "--name", "pip")
     config = tmp_path / "mine.yaml"
