@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,12 +12,14 @@ from pathlib import Path
 from edgellm.engines.directories.description import DESCRIPTION_NAME
 from edgellm.engines.directories.engine_directory import EngineDirectory, file_folder
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
-from edgellm.errors import EngineDirectoryError, HubError, did_you_mean
+from edgellm.errors import EngineDirectoryError, HubError, did_you_mean, shown
 from edgellm.hub.directories import LOCK_NAME, local_directory, locked
 from edgellm.hub.downloads import RECORD_NAME, Download, Record, repository_folder
 from edgellm.hub.names import HubName, stands_for
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.user_paths import resolved, user_cache_directory
+
+logger = logging.getLogger("edgellm.hub")
 
 _BUILT_NAME, _PLANS_FOLDER = "built.json", "plans"
 #: Of plans and compiled kernels, which come to a directory later.
@@ -100,20 +103,44 @@ def existing_directory(model: str | Path) -> Path:
 
 def remember_built(path: Path) -> None:
     """Note that an engine directory was built there, for `models`, and so that `remove` leaves what it links to; where
-    the cache cannot be written it is not."""
+    the cache cannot be written it is not. A damaged list stays beside the new one."""
     place = user_cache_directory() / "models" / _BUILT_NAME
     with locked(place.parent), suppress(OSError):  # what builds at the same time is not forgotten
-        known = map(str, [*built_directories(), resolved(path)])
-        write_atomically(place, json.dumps(list(dict.fromkeys(known)), indent=1).encode())
+        known, damage = _built_list(place)
+        if damage:
+            kept = place.with_name(f"{place.name}.damaged")
+            place.replace(kept)
+            logger.warning("%s is damaged (%s): it is kept as %s", place, damage, kept)
+        known = list(dict.fromkeys([*known, resolved(path)]))
+        write_atomically(place, json.dumps(list(map(str, known)), indent=1).encode())
 
 
 def built_directories() -> list[Path]:
-    """Where engine directories were built by command, as far as they are still there."""
-    with suppress(OSError, ValueError, RecursionError):
-        stored = json.loads((user_cache_directory() / "models" / _BUILT_NAME).read_bytes())
-        paths = [resolved(Path(each)) for each in stored if isinstance(each, str)] if isinstance(stored, list) else []
-        return [path for path in dict.fromkeys(paths) if (path / DESCRIPTION_NAME).is_file()]
-    return []
+    """Where engine directories were built by command, as far as they are still there; a damaged list is logged."""
+    place = user_cache_directory() / "models" / _BUILT_NAME
+    found, damage = _built_list(place)
+    if damage:
+        logger.warning("%s is damaged (%s): directories that were built may be missing here", place, damage)
+    return found
+
+
+def _built_list(place: Path) -> tuple[list[Path], str]:
+    """The directories of `built_directories` that a file names, and what is damaged of it ("": nothing)."""
+    try:
+        stored = json.loads(place.read_bytes())
+    except FileNotFoundError:
+        return [], ""
+    except (OSError, ValueError, RecursionError) as error:
+        return [], str(error)
+    if not isinstance(stored, list):
+        return [], "it is no list"
+    found, damage = dict[Path, None](), ""
+    for each in stored:
+        try:
+            found[resolved(Path(each))] = None
+        except (TypeError, ValueError):  # ValueError: a null character, or half of a surrogate pair
+            damage = f"it has {shown(each)}, which is no path"
+    return [path for path in found if (path / DESCRIPTION_NAME).is_file()], damage
 
 
 @dataclass

@@ -222,3 +222,20 @@ def test_a_damaged_record_loses_nothing(edgellm: Edgellm, hub: HubServer, tiny_c
         assert json.loads(record.read_text())["downloads"]
     Path("cache/models/built.json").write_text("{")
     assert {each["kind"] for each in listed(edgellm)} == {"cached", "downloaded"}
+
+
+def test_a_damaged_list_is_named_and_kept(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
+    place = Path("cache/models/built.json")
+    assert edgellm("build", tiny_checkpoint, "first", "--kv-capacity", 64)[0] == 0
+    [first] = json.loads(place.read_text())
+    wrong = json.dumps(["a\0b", 5, "\ud800", first])
+    for number, (text, others) in enumerate(((wrong, 1), (wrong[:-3], 0), ('{"a": 1}', 0), ("[" * 100_000, 0))):
+        place.write_text(text)
+        code, out, err = edgellm("list", "--json")
+        assert code == 0 and [each["name"] for each in json.loads(out)] == ["first"] * others
+        assert "built.json is damaged (" in err and "directories that were built may be missing" in err
+        code, _, err = edgellm("build", tiny_checkpoint, f"more{number}", "--kv-capacity", 64)
+        assert code == 0 and "it is kept as" in err
+        assert place.with_name("built.json.damaged").read_text() == text
+        assert [Path(each).name for each in json.loads(place.read_text())] == ["first"] * others + [f"more{number}"]
+        assert "damaged" not in edgellm("list", "--json")[2]
