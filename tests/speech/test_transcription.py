@@ -179,6 +179,9 @@ def test_the_command_writes_what_is_said(edgellm: Edgellm, speech_engines: Path,
     assert (code, json.loads(out)["text"]) == (0, llm.transcribe(path).text), err
     assert edgellm("transcribe", speech_engines)[0] == 2
     assert edgellm("transcribe", "-m", speech_engines, path, "--every", 1)[0] == 2
+    code, _, err = edgellm("transcribe", "-m", speech_engines, "-", stdin=FILE[44:])  # samples alone
+    assert code == 1 and "raw samples are taken with --every SECONDS, and --rate HZ" in err
+    assert "--every" not in edgellm("transcribe", "-m", speech_engines, "-", stdin=FILE[:200])[2]
     follow = ("transcribe", "-m", speech_engines, "-", "--every", 1.25, "--language", "en", "--json", "--max-tokens", 9)
     code, out, err = edgellm(*follow, stdin=FILE[44:] + b"x")
     lines = [json.loads(line) for line in out.splitlines()]
