@@ -46,6 +46,11 @@ def is_whole(value: Any, low: int, high: float = float("inf")) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
 
 
+def number_of(count: int, noun: str) -> str:
+    """A count with what is counted, whose plural ends in s: "1 answer", "1,200 answers"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def is_switch(value: Any) -> bool:
     """Whether a value is true or false, NumPy's included."""
     return isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and value.ndim == 0)

@@ -7,6 +7,8 @@ from math import floor, log10
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
+from edgellm.errors import number_of
+
 
 def report_lines(results: dict[str, Any]) -> Iterator[str]:
     """The results of `commands.bench.measure` for people: speeds, acceptance by position and by task, equality."""
@@ -34,8 +36,8 @@ def _asked(results: dict[str, Any]) -> str:
     sampling, repeat = results["sampling"], results["repeat"]
     times = "once" if repeat == 1 else f"{repeat} times"
     return (
-        f"{results['prompts']} prompts, each answered {times} with up to {sampling['max_tokens']} tokens, temperature "
-        f"{sampling['temperature']:g}"
+        f"{number_of(results['prompts'], 'prompt')}, each answered {times} with up to {sampling['max_tokens']} tokens, "
+        f"temperature {sampling['temperature']:g}"
     )
 
 
@@ -84,7 +86,8 @@ def _outputs(configurations: Sequence[dict[str, Any]]) -> Iterator[str]:
         if values is yardstick and not differing:
             continue
         if not differing:
-            yield f"{values['name']}: all {outputs['compared']} answers equal {yardstick['name']}'s, token for token"
+            found = f"all {outputs['compared']}" if outputs["compared"] > 1 else "1 of 1"
+            yield f"{values['name']}: {found} answers equal {yardstick['name']}'s, token for token"
         elif not values["lossless"]:
             yield f"{values['name']}: {differing} of {outputs['compared']} answers differ, as is to be expected of it"
         else:

@@ -16,7 +16,7 @@ from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.models import model_name
 from edgellm.commands.options import json_or_text, read_schema
 from edgellm.commands.settings import SAMPLING_KEYS
-from edgellm.errors import RequestError, did_you_mean
+from edgellm.errors import RequestError, did_you_mean, number_of
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import SamplingParams, checked_value
 
@@ -356,7 +356,7 @@ def _stats(state: ChatState, argument: str) -> None:
             f"images: {counts['images']} in prompts, {counts['reused_images']} of them encoded before, "
             f"{counts['image_tokens']} tokens, encoded in {counts['seconds']:.2f} s"
         )
-    lines.append(f"session: {state.answers} answers, {state.answer_tokens} tokens")
+    lines.append(f"session: {number_of(state.answers, 'answer')}, {number_of(state.answer_tokens, 'token')}")
     state.say("\n".join(lines))
 
 

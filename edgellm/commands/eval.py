@@ -20,7 +20,7 @@ from edgellm.commands.console import ProgressDisplay, progress_display
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import Options, option, takes_options
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
-from edgellm.errors import RequestError
+from edgellm.errors import RequestError, number_of
 
 if TYPE_CHECKING:
     from edgellm.evaluation.inputs import Example, Window
@@ -343,7 +343,7 @@ def _task_lines(kind: str, task: dict[str, Any], sampling: dict[str, Any]) -> It
     ways = task["ways"]
     most = "" if sampling["max_tokens"] is None else f" of up to {sampling['max_tokens']:,} tokens"
     yield ""
-    yield f"{task['file']}: {task['examples']:,} answers{most}, temperature {sampling['temperature']:g}"
+    yield f"{task['file']}: {number_of(task['examples'], 'answer')}{most}, temperature {sampling['temperature']:g}"
     yield f"  {'':<28}{''.join(f'{way:>12}' for way in ways)}"
     for key, title in _TITLES.items():
         if key in next(iter(ways.values())):
@@ -351,5 +351,5 @@ def _task_lines(kind: str, task: dict[str, Any], sampling: dict[str, Any]) -> It
     yield f"  {'tokens a second':<28}" + "".join(f"{figures['tokens_per_second']:>12.1f}" for figures in ways.values())
     if task["drafted_equal_plain"] is not None:
         equal = task["drafted_equal_plain"]
-        words = f"all {equal:,}" if equal == task["examples"] else f"{equal:,} of {task['examples']:,}"
+        words = f"all {equal:,}" if equal == task["examples"] > 1 else f"{equal:,} of {task['examples']:,}"
         yield f"  {words} drafted answers equal plain ones, token for token"

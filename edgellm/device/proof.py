@@ -25,7 +25,7 @@ from edgellm.engines.directories.engine_parts import DRAFT_FOLDER
 from edgellm.engines.quantizer.options import QuantizationOptions
 from edgellm.engines.quantizer.quantizer import quantize_checkpoint
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.errors import MissingDependencyError
+from edgellm.errors import MissingDependencyError, number_of
 from edgellm.kernels.gpu import GPU, find_gpu
 from edgellm.llm import LLM
 from edgellm.opened_model import SHIPPED_MODEL
@@ -138,7 +138,8 @@ def with_earlier(
     digest = hashlib.sha256(np.array(found, "<i4").tobytes()).hexdigest()
     text = f"{name}: {compared['equal']} of {compared['tokens']} equal NumPy's"
     if compared["close"]:
-        text += f", {compared['close']} answers part where its margin is below {compared['allowed_margin']:.2g}"
+        answers = number_of(compared["close"], "answer")
+        text += f", {answers} parting where its margin is below {compared['allowed_margin']:.2g}"
     for fault in compared["faults"][:1]:
         text += f", answer {fault['answer'] + 1} PARTS at token {fault['token'] + 1} (margin {fault['margin']:.3g})"
     ok, same = not compared["faults"], None

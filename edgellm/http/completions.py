@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from edgellm.errors import shown
+from edgellm.errors import number_of, shown
 from edgellm.http.errors import HTTPError, wrong
 from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_chat_logprobs, with_logprobs
 from edgellm.sampling_params import LARGEST_SEED
@@ -77,7 +77,8 @@ def completion(body: bytes, model: ServedModel) -> ParsedRequest:
     prompts = prompt_list(fields.take("prompt"), model)
     fields.end()
     if not 1 <= count * len(prompts) <= MOST_ANSWERS:
-        message = f"n is {shown(count)} and there are {len(prompts)} prompts: expected 1 to {MOST_ANSWERS} answers"
+        found = f"n is {shown(count)} for {number_of(len(prompts), 'prompt')}"
+        message = f"{found}: expected 1 to {MOST_ANSWERS} answers"
         raise HTTPError(400, message, param="prompt" if count == 1 else "n")
     request |= {"prompt": prompts[0], "params": params}
     first = fields.parsed({"": "prompt"}, request, answers_each=count, echo=echo)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from edgellm.errors import shown
+from edgellm.errors import number_of, shown
 from edgellm.http.errors import HTTPError, unserved, wrong
 
 #: Items of one page where nothing says how many, and the most.
@@ -126,7 +126,7 @@ class KeptResponses:
         """What became of an answer that is not there, and what to do."""
         if not self.most:
             return "answers are not kept; start the server with --keep-responses N"
-        kept = f"this server keeps its last {self.most} answers (--keep-responses) until it ends"
+        kept = f"this server keeps its last {number_of(self.most, 'answer')} (--keep-responses) until it ends"
         return f"{kept}; send all of the conversation as input"
 
 

@@ -64,6 +64,13 @@ def test_without_a_draft_plain_decoding_is_measured_alone(edgellm, tiny_engines,
     assert code == 1 and "'chain:2' drafts, but the engine directory has no draft model" in err
 
 
+def test_one_prompt_is_no_plural(edgellm, tiny_draft_engines, tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"prompt": "one"}\n')
+    options = ("--prompts", tmp_path / "one.jsonl", "--repeat", 1, "--max-tokens", 4, "--configurations", "chain:2")
+    code, out, _ = edgellm("bench", tiny_draft_engines, *options)
+    assert code == 0 and ": 1 prompt, each answered once" in out and "chain:2: 1 of 1 answers equal plain's" in out
+
+
 def test_sampled_answers_are_compared_with_one_seed(edgellm, tiny_draft_engines, prompts):
     options = ("--prompts", prompts, "--repeat", 1, "--max-tokens", 8, "--temperature", 1, "--top-p", 0.9)
     code, out, _ = edgellm("bench", tiny_draft_engines, *options, "--configurations", "chain:3,chain:3:sampled")

@@ -121,6 +121,7 @@ def test_chat_shows_rounds_and_reasons(edgellm, tiny_draft_engines):
     assert "\ndraft: rounds tree 3/2/8 " in err and "draft chosen" not in err
     code, adaptive, err = edgellm("chat", tiny_draft_engines, *options, stdin="hello\n/stats\n")
     assert code == 0 and "\ndraft chosen: " in err and "tokens/s; " in err
+    assert "session: 1 answer, 12 tokens" in err
     code, plain, err = edgellm("chat", tiny_draft_engines, *options, "--no-draft", stdin="hello\n/stats\n")
     assert code == 0 and "\ndraft" not in err
     assert fixed == adaptive == plain

@@ -53,7 +53,7 @@ def test_tokens_part_where_numpy_was_sure_or_was_not() -> None:
     assert found["allowed_margin"] == pytest.approx(0.1)
     assert found["faults"] == [{"answer": 2, "token": 2, "margin": pytest.approx(0.3)}]
     check = with_earlier("tokens", [[1]], found, None)
-    assert check["ok"] is False and "1 answers part where its margin is below 0.1" in check["text"]
+    assert check["ok"] is False and "1 answer parting where its margin is below 0.1" in check["text"]
     assert "answer 3 PARTS at token 3 (margin 0.3)" in check["text"]
 
 
