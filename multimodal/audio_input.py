@@ -20,6 +20,7 @@ SOURCE_SAMPLES = 64_000_000
 #: By the tag of a WAV file's coding and its bits, how NumPy reads a sample; PCM of 24 bits by bytes.
 _CODINGS = {(1, 8): "u1", (1, 16): "<i2", (1, 24): "u1", (1, 32): "<i4", (3, 32): "<f4", (3, 64): "<f8"}
 _EXTENSIBLE = 0xFFFE
+_RAW = "raw samples a WAV header, or edgellm transcribe's --every and --rate"
 #: A resampling filter reaches over so many zeros of its sinc to either side, whose cutoff is this share of the lower
 #: rate's half; the Kaiser window (Kaiser 1974) of that beta leaves ripples of -90 dB. So many phases' weights are made
 #: at a time.
@@ -128,7 +129,7 @@ def _decoded(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, i
     except (ImportError, OSError) as error:  # OSError: its library is missing
         raise AudioError(
             f"{what} is no WAV file of samples of 8 to 64 bits: FLAC and other kinds need the package soundfile "
-            "(pip install soundfile)"
+            f"(pip install soundfile), {_RAW}"
         ) from error
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
@@ -138,7 +139,7 @@ def _decoded(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, i
         raise
     except Exception as error:  # whatever hostile bytes make a decoder raise
         reason = getattr(error, "error_string", error)  # the rest names an object in memory
-        raise AudioError(f"{what} is no sound that soundfile reads, or it is damaged: {reason}") from error
+        raise AudioError(f"{what} is no sound that soundfile reads, or it is damaged: {reason} ({_RAW})") from error
 
 
 def _wav(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, int] | None:

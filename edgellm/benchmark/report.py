@@ -35,10 +35,8 @@ def report_lines(results: dict[str, Any]) -> Iterator[str]:
 def _asked(results: dict[str, Any]) -> str:
     sampling, repeat = results["sampling"], results["repeat"]
     times = "once" if repeat == 1 else f"{repeat} times"
-    return (
-        f"{number_of(results['prompts'], 'prompt')}, each answered {times} with up to {sampling['max_tokens']} tokens, "
-        f"temperature {sampling['temperature']:g}"
-    )
+    asked = f"{number_of(results['prompts'], 'prompt')}, each answered {times}"
+    return f"{asked} with up to {sampling['max_tokens']} tokens, temperature {sampling['temperature']:g}"
 
 
 _HEADER = ["configuration", "tokens/s", "ratio", "tokens/round", "rounds", "plain steps", "drafting s", "verifying s"]
@@ -48,14 +46,8 @@ def _row(values: dict[str, Any]) -> list[str]:
     cells = [values["name"], f"{values['tokens_per_second']:.1f}", _number(values["ratio"])]
     if "rounds" not in values:
         return [*cells, "", "", "", "", ""]
-    return [
-        *cells,
-        f"{values['mean_acceptance_length']:.2f}",
-        str(values["rounds"]),
-        str(values["plain_steps"]),
-        _number(values["draft_seconds"]),
-        _number(values["verify_seconds"]),
-    ]
+    counts = [f"{values['mean_acceptance_length']:.2f}", str(values["rounds"]), str(values["plain_steps"])]
+    return [*cells, *counts, _number(values["draft_seconds"]), _number(values["verify_seconds"])]
 
 
 def _position_rows(drafted: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -68,9 +68,7 @@ class ListOptions(FolderOptions):
 
 
 class NameOptions(FolderOptions):
-    name: list[str] | None = argument(
-        "Snapshots: the prompt's name, or what the file's name begins with, or a path.", may_be_path=True
-    )
+    name: list[str] | None = argument("Snapshots: names, what files' names begin with, or paths.", may_be_path=True)
 
     def named(self) -> list[cache_prompts.SnapshotOnDisk]:
         """The snapshots that are named; typer.BadParameter for none, RequestError for a name that is not one's."""

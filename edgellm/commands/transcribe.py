@@ -68,13 +68,9 @@ def transcribe(given: TranscribeOptions) -> None:
         if given.every is not None:
             _follow(llm, given, given.every, asked)
             return
-        source = sys.stdin.buffer.read() if words == ["-"] else user_path(words[0])
-        try:
-            found = llm.transcribe(source, given.language, **asked)
-        except AudioError as error:
-            if isinstance(source, bytes) and source[:4] != b"RIFF" and error.__cause__:  # of what decodes files
-                raise AudioError(f"{error}; raw samples are taken with --every SECONDS, and --rate HZ") from error
-            raise
+        found = llm.transcribe(
+            sys.stdin.buffer.read() if words == ["-"] else user_path(words[0]), given.language, **asked
+        )
         print(json.dumps({"text": found.text, "language": found.language}) if given.json_output else found.text)
 
 

@@ -137,9 +137,8 @@ def with_earlier(
     """The check of these tokens, with their digest, which is compared with that of an earlier report."""
     digest = hashlib.sha256(np.array(found, "<i4").tobytes()).hexdigest()
     text = f"{name}: {compared['equal']} of {compared['tokens']} equal NumPy's"
-    if compared["close"]:
-        answers = number_of(compared["close"], "answer")
-        text += f", {answers} parting where its margin is below {compared['allowed_margin']:.2g}"
+    if close := compared["close"]:
+        text += f", {number_of(close, 'answer')} parting where its margin is below {compared['allowed_margin']:.2g}"
     for fault in compared["faults"][:1]:
         text += f", answer {fault['answer'] + 1} PARTS at token {fault['token'] + 1} (margin {fault['margin']:.3g})"
     ok, same = not compared["faults"], None

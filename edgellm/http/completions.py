@@ -78,8 +78,7 @@ def completion(body: bytes, model: ServedModel) -> ParsedRequest:
     fields.end()
     if not 1 <= count * len(prompts) <= MOST_ANSWERS:
         found = f"n is {shown(count)} for {number_of(len(prompts), 'prompt')}"
-        message = f"{found}: expected 1 to {MOST_ANSWERS} answers"
-        raise HTTPError(400, message, param="prompt" if count == 1 else "n")
+        raise HTTPError(400, f"{found}: expected 1 to {MOST_ANSWERS} answers", param="prompt" if count == 1 else "n")
     request |= {"prompt": prompts[0], "params": params}
     first = fields.parsed({"": "prompt"}, request, answers_each=count, echo=echo)
     seeds = [None if params.seed is None else (params.seed + more) % (LARGEST_SEED + 1) for more in range(count)]

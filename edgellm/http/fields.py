@@ -355,8 +355,7 @@ def with_logprobs(params: SamplingParams, name: str, count: int) -> SamplingPara
 
 
 def with_chat_logprobs(params: SamplingParams, fields: Fields) -> SamplingParams:
-    """Parameters with what the fields logprobs and top_logprobs ask. As in OpenAI's API the second, any number of them,
-    goes with the first alone."""
+    """Parameters with what logprobs and top_logprobs ask: as OpenAI has it, the latter, even 0, needs the former."""
     logprobs, top = fields.take("logprobs", bool), fields.take("top_logprobs", int)
     if top is not None and not logprobs:
         raise HTTPError(400, "top_logprobs is given without logprobs: set logprobs to true", param="top_logprobs")

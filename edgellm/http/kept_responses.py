@@ -126,8 +126,8 @@ class KeptResponses:
         """What became of an answer that is not there, and what to do."""
         if not self.most:
             return "answers are not kept; start the server with --keep-responses N"
-        kept = f"this server keeps its last {number_of(self.most, 'answer')} (--keep-responses) until it ends"
-        return f"{kept}; send all of the conversation as input"
+        kept = f"keeps its last {number_of(self.most, 'answer')} (--keep-responses) until it ends"
+        return f"this server {kept}; send all of the conversation as input"
 
 
 def _listed(item: Mapping[str, Any], number: int) -> dict[str, Any]:

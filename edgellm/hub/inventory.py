@@ -50,11 +50,8 @@ class Model:
 
 def models() -> list[Model]:
     """All directories that were built on this machine, by command or for a name, and all downloads."""
-    found, counted = [], set[Path]()
-    for path in built_directories():
-        directory = _described(path)
-        if directory is not None:
-            found.append(Model.of("built", directory.name, directory))
+    built, counted = filter(None, map(_described, built_directories())), set[Path]()
+    found = [Model.of("built", directory.name, directory) for directory in built]
     found += [Model.of("cached", str(file), directory) for directory, file in _file_directories()]
     for folder in sorted(path for path in (user_cache_directory() / "models").glob("*") if path.is_dir()):
         for directory in _cached_directories(folder):
@@ -106,41 +103,33 @@ def remember_built(path: Path) -> None:
     the cache cannot be written it is not. A damaged list stays beside the new one."""
     place = user_cache_directory() / "models" / _BUILT_NAME
     with locked(place.parent), suppress(OSError):  # what builds at the same time is not forgotten
-        known, damage = _built_list(place)
-        if damage:
-            kept = place.with_name(f"{place.name}.damaged")
-            place.replace(kept)
-            logger.warning("%s is damaged (%s): it is kept as %s", place, damage, kept)
-        known = list(dict.fromkeys([*known, resolved(path)]))
-        write_atomically(place, json.dumps(list(map(str, known)), indent=1).encode())
+        known, is_damaged = _built_list(place)
+        if is_damaged:
+            place.replace(place.with_name(f"{_BUILT_NAME}.damaged"))
+        texts = map(str, dict.fromkeys([*known, resolved(path)]))
+        write_atomically(place, json.dumps(list(texts), indent=1).encode())
 
 
 def built_directories() -> list[Path]:
-    """Where engine directories were built by command, as far as they are still there; a damaged list is logged."""
-    place = user_cache_directory() / "models" / _BUILT_NAME
-    found, damage = _built_list(place)
-    if damage:
-        logger.warning("%s is damaged (%s): directories that were built may be missing here", place, damage)
-    return found
+    """Where engine directories were built by command, as far as they are still there."""
+    return _built_list(user_cache_directory() / "models" / _BUILT_NAME)[0]
 
 
-def _built_list(place: Path) -> tuple[list[Path], str]:
-    """The directories of `built_directories` that a file names, and what is damaged of it ("": nothing)."""
+def _built_list(place: Path) -> tuple[list[Path], bool]:
+    """The directories of `built_directories` that a file names, and whether it is damaged, which is logged."""
+    found, damage = dict[Path, None](), ""
     try:
         stored = json.loads(place.read_bytes())
-    except FileNotFoundError:
-        return [], ""
+        for each in stored if isinstance(stored, list) else [stored]:
+            try:
+                found[resolved(Path(each))] = None
+            except (TypeError, ValueError):  # ValueError: a null character, or half of a surrogate pair
+                damage = f"{shown(each)} is no path"
     except (OSError, ValueError, RecursionError) as error:
-        return [], str(error)
-    if not isinstance(stored, list):
-        return [], "it is no list"
-    found, damage = dict[Path, None](), ""
-    for each in stored:
-        try:
-            found[resolved(Path(each))] = None
-        except (TypeError, ValueError):  # ValueError: a null character, or half of a surrogate pair
-            damage = f"it has {shown(each)}, which is no path"
-    return [path for path in found if (path / DESCRIPTION_NAME).is_file()], damage
+        damage = "" if isinstance(error, FileNotFoundError) else str(error)
+    if damage:
+        logger.warning("%s is damaged (%s): what was built may be missing, the next build keeps it", place, damage)
+    return [path for path in found if (path / DESCRIPTION_NAME).is_file()], bool(damage)
 
 
 @dataclass
@@ -285,12 +274,9 @@ def _directories_in(folder: Path) -> list[EngineDirectory]:
 
 
 def _described(path: Path) -> EngineDirectory | None:
-    if not (path / DESCRIPTION_NAME).is_file():
-        return None
-    try:
-        return EngineDirectory.read(path)
-    except EngineDirectoryError:
-        return None
+    with suppress(EngineDirectoryError):
+        return EngineDirectory.read(path) if (path / DESCRIPTION_NAME).is_file() else None
+    return None
 
 
 def _own_bytes(path: Path) -> int:

@@ -53,11 +53,10 @@ class Camera(Closing):
 
     def __init__(self, source: Any, *, rate: float | None = None, channels: Channels = "RGB") -> None:
         is_opened = isinstance(source, (int, str, Path)) and not isinstance(source, bool)
-        expected = "a device's number, a path, URL or pipeline, or an iterable of images"
-        is_given = is_opened or (isinstance(source, Iterable) and not isinstance(source, bytes))
+        expected = "a device's number, a path, URL or pipeline, an iterable of images, or frames [N, H, W, 3]"
+        are_frames = len(getattr(source, "shape", range(4))) == 4  # rows of an image are iterable, too
+        is_given = is_opened or (isinstance(source, Iterable) and not isinstance(source, bytes) and are_frames)
         require_kind(is_given, "source", source, expected)
-        shape, expected = getattr(source, "shape", None), "an iterable of images, as [image] is, or frames [N, H, W, 3]"
-        require(shape is None or len(shape) == 4, "source.shape", shape, expected)
         require(not isinstance(source, int) or abs(source) < 2**31, "source", source, "a device's number, as 0")
         require(rate is None or as_float(rate) > 0, "rate", rate, "frames a second, more than 0, or None")
         if is_opened:

@@ -128,29 +128,15 @@ class _Walk:
                 _check_ignored(keyword, meaning, meant, schema, place)
         self._base = outer
         all_of += _write_format(enforced)
+        if enforced.get("additionalProperties") is False and "patternProperties" in enforced:
+            names = list(dict.fromkeys([*enforced.get("properties", ()), *enforced.get("required", ())]))
+            self.steps.take(20 + 10 * len(names))
+            if names and _is_dead_end(names, enforced["patternProperties"]):  # so no pattern adds to the names
+                all_of.append({"properties": dict.fromkeys(names, True), "additionalProperties": False})
         if all_of:
             enforced["allOf"] = all_of
-        if enforced.get("additionalProperties") is False and "patternProperties" in enforced:
-            self._list_patterns(enforced, f"{place}/patternProperties")
         _check_bounds(enforced, place)
         return enforced
-
-    def _list_patterns(self, enforced: dict[str, Any], place: str) -> None:
-        """Where only listed names fulfil any pattern, say of these names' properties what the patterns say: llguidance
-        lets a comma follow the last of them, behind which no name could come (seen in 1.9.1)."""
-        properties, patterns = enforced.get("properties", {}), enforced["patternProperties"]
-        known, found = list(dict.fromkeys([*properties, *enforced.get("required", ())])), {}
-        for pattern in (each for each, value in patterns.items() if value is not False):
-            self.steps.take(20 + 10 * len(known))
-            found[pattern] = _only_names(pattern, known) if known else []
-            if not found[pattern]:
-                return
-        for number, pattern in enumerate(found):
-            value = patterns.pop(pattern)
-            for name in found[pattern]:
-                both = {"allOf": [properties[name], value]} if name in properties else value
-                properties[name] = self.found[f"{place}~/{number}/{_escaped(name)}"] = both
-        enforced |= {"properties": properties, "patternProperties": patterns}
 
     def _is_named(self, schema: dict[str, Any]) -> bool:
         """Whether a subschema has a name, so that the $refs within begin at it."""
@@ -302,25 +288,19 @@ class _Walk:
                         )
 
 
-def _only_names(pattern: str, known: list[str]) -> list[str]:
-    """The names, of those that are `known`, that fulfil a pattern; [] where others fulfil it, too."""
+def _is_dead_end(names: list[str], patterns: dict[str, Any]) -> bool:
+    """Whether no other name fulfils a pattern: llguidance lets a comma follow the last one even so (seen in 1.9.1)."""
     from llguidance import LLMatcher
 
-    from edgellm.structure.grammar import byte_vocabulary, matches  # llguidance is loaded for schemas that need it
+    from edgellm.structure.grammar import byte_vocabulary  # llguidance is loaded for schemas that need it
 
-    def grammar(names: list[str]) -> str:
-        listed = {"properties": dict.fromkeys(names, True), "required": names}
-        schema = {"type": "object", **listed, "patternProperties": {pattern: True}, "additionalProperties": False}
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-
-    def written(names: list[str]) -> str:
-        return json.dumps(dict.fromkeys(names, 0), ensure_ascii=False)
-
-    constraint = byte_vocabulary().constraint_for(grammar(known), "the JSON schema")
-    before = (written(known)[:-1] + ",").encode()  # a comma comes behind any property, whatever may follow
-    if not all(map(constraint.try_advance, before)) or constraint.try_advance(ord('"')):
-        return []
-    return [name for name in known if matches(grammar([]), written([name]))]
+    keys = {each: True for each, value in patterns.items() if value is not False}
+    schema = {"properties": dict.fromkeys(names, True), "required": names, "patternProperties": keys}
+    schema |= {"type": "object", "additionalProperties": False}
+    grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    constraint = byte_vocabulary().constraint_for(grammar, "the JSON schema")
+    before = json.dumps(dict.fromkeys(names, 0), ensure_ascii=False)[:-1] + ","
+    return all(map(constraint.try_advance, before.encode())) and not constraint.try_advance(ord('"'))
 
 
 def _merges(schema: dict[str, Any]) -> bool:

@@ -106,7 +106,7 @@ def test_what_is_no_source_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM)
     with pytest.raises(RequestError, match="source is 1000000000000: expected a device's number"):
         Camera(10**12)
     for shape in ((48, 64, 3), (5, 48, 64), (64,)):  # rows would be taken for grey frames
-        with pytest.raises(RequestError, match=r"source\.shape is .*: expected an iterable of images, as \[image\] is"):
+        with pytest.raises(RequestError, match=r"source is a ndarray: .*, or frames \[N, H, W, 3\]"):
             Camera(np.zeros(shape, np.uint8))
     with Camera(np.zeros((2, 48, 64, 3), np.uint8)) as camera:
         camera.wait(lambda: camera.ended)
