@@ -94,8 +94,15 @@ def test_conversations_go_on_from_their_rows(one: LLM, two: LLM) -> None:
 
 
 def test_a_snapshot_lies_as_that_of_one_and_records_how_many_made_it(
-    one: LLM, two: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, edgellm: Edgellm
+    one: LLM,
+    two: LLM,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    edgellm: Edgellm,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if request.config.getoption("gpus") is not None:
+        pytest.skip("--gpus: no model is opened on one")
     system = "You are a robot at a table. You answer in one short sentence. " * 3
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "Where is the red cup?"}]
     made_by_two, wanted = tmp_path / "two", one.chat(messages, SamplingParams(max_tokens=8)).token_ids

@@ -13,12 +13,13 @@ import pytest
 from gpu_device import cuda_device
 from http_server import ServerProcess, chat_body, read_to_end, wait_for
 from linked_environment import first_in_path
-from served_answers import LONG, SHORT, Answers, Pause, answer
+from served_answers import LONG, SHORT, Answers, Pause, answer, check_before
 
 from edgellm import LLM
 from edgellm.asynchronous import AsyncLLM
 from edgellm.commands.console import DEVICE_LOST
-from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
+from edgellm.engines.backends.base import Engine
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.errors import DeviceLostError, DeviceMemoryError, EngineError, KernelError
 from edgellm.http.app import Service
 from edgellm.http.fields import ServedModel
@@ -72,15 +73,14 @@ RequestServer._round = lost_round
 
 def lose(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     """Let prompts ("prefill"), or what follows them, fail as by a driver's error; the device is lost from then on."""
-    enqueue, lost = NumpyEngine.enqueue, list[bool]()
+    lost = list[bool]()
 
-    def fail(engine: NumpyEngine) -> None:
+    def fail(engine: Engine) -> None:
         if (engine.shape.phase == "prefill") == (phase == "prefill"):
             lost.append(True)
             raise KernelError("launching linear failed: an illegal memory access was encountered")
-        enqueue(engine)
 
-    monkeypatch.setattr(NumpyEngine, "enqueue", fail)
+    check_before(monkeypatch, fail)
     monkeypatch.setattr(NumpyBackend, "lost", lambda backend: DeviceLostError.of(700) if lost else None)
 
 
@@ -102,18 +102,17 @@ def test_an_error_that_the_device_survives_ends_its_requests_alone(
 ) -> None:
     """A prompt's is its own request's; a step's, of all that it computes."""
     requests, expected = alone
-    enqueue, left = NumpyEngine.enqueue, [1]
+    left = [1]
 
-    def fail_once(engine: NumpyEngine) -> None:
+    def fail_once(engine: Engine) -> None:
         if engine.shape.phase == phase and left:
             left.pop()
             raise MemoryError("cuMemAlloc failed: out of memory")
-        enqueue(engine)
 
     with paused(served):
         first = [served.stream("x", LONG) for _ in range(4)]
         waiting = [served.submit(request) for request in requests[:4]]
-        monkeypatch.setattr(NumpyEngine, "enqueue", fail_once)
+        check_before(monkeypatch, fail_once)
     outcomes = [each.request_state.outcome() for each in first if each.request_state.wait(20)]
     failed = [each for each in outcomes if isinstance(each, EngineError)]
     assert len(failed) == {"prefill": 1, "decode": 4}[phase] and not left

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from served_answers import LONG, SHORT, Answers, Pause, Slow, answer
+from served_answers import LONG, SHORT, Answers, Pause, Slow, answer, check_before
 
 from edgellm import LLM, SamplingParams
-from edgellm.engines.backends.numpy_backend import NumpyEngine
+from edgellm.engines.backends.base import Engine
 from edgellm.errors import AdapterError, EngineError, QueueFullError, RequestError
 from edgellm.requests import Request
 
@@ -174,16 +174,15 @@ def test_a_failing_step_fails_what_runs_and_nothing_else(
     served: LLM, alone: Answers, paused: Pause, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, expected = alone
-    enqueue, left = NumpyEngine.enqueue, [3]
+    left = [3]
 
-    def fail_once(engine: NumpyEngine) -> None:
+    def fail_once(engine: Engine) -> None:
         left[0] -= engine.shape.phase == "decode"
         if left[0] == 0:
             left[0] = -1
             raise MemoryError("no more")
-        enqueue(engine)
 
-    monkeypatch.setattr(NumpyEngine, "enqueue", fail_once)
+    check_before(monkeypatch, fail_once)
     with paused(served):
         failing = [served.stream("x", LONG) for _ in range(4)]
         waiting = [served.submit(request) for request in requests[:4]]
