@@ -295,7 +295,7 @@ def _is_dead_end(names: list[str], patterns: dict[str, Any]) -> bool:
     from edgellm.structure.grammar import byte_vocabulary  # llguidance is loaded for schemas that need it
 
     keys = {each: True for each, value in patterns.items() if value is not False}
-    schema = {"properties": dict.fromkeys(names, True), "required": names, "patternProperties": keys}
+    schema: dict[str, Any] = {"properties": dict.fromkeys(names, True), "required": names, "patternProperties": keys}
     schema |= {"type": "object", "additionalProperties": False}
     grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     constraint = byte_vocabulary().constraint_for(grammar, "the JSON schema")
