@@ -293,6 +293,9 @@ def _chat(server: ServerProcess, llm: LLM) -> None:
     found = create(messages=[{"role": "user", "content": parts}], **asked)
     own = [{"role": "user", "content": [{"type": "audio", "audio": FILE}]}]
     assert found.choices[0].message.content == llm.chat(own, temperature=0, max_tokens=12).text
+    body = {"model": "qwen3_asr", "temperature": 0, "max_output_tokens": 12, "store": True}
+    created = server.client().responses.create(input=[{"role": "user", "content": parts}], **body)
+    assert created.output_text == found.choices[0].message.content
     parts[0] = {"type": "audio_url", "audio_url": {"url": "file:///etc/passwd"}}
     with pytest.raises(openai.BadRequestError, match="sounds are taken as base64 and data URLs alone"):
         create(messages=[{"role": "user", "content": parts}], **asked)
