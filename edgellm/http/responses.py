@@ -1,4 +1,4 @@
-"""`/v1/responses`: text, images, sounds, videos and functions that the request has itself, and answers that are kept to go on from."""
+"""`/v1/responses`: text, media and functions that the request has itself, and answers that are kept to go on from."""
 
 from __future__ import annotations
 

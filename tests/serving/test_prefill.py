@@ -98,7 +98,7 @@ def test_hidden_states_are_of_the_whole_prompt_and_hold_its_slot(tiny_engines: P
         with pytest.raises(RequestError, match="hidden_layers is"):
             LLM(tiny_engines, backend="numpy", hidden_layers=wrong).close()
     for wrong in ([4], [1, 1]):
-        with pytest.raises(EngineDirectoryError, match="expected of tiny different layers from 1 to 3"):
+        with pytest.raises(EngineDirectoryError, match="expected different layers of tiny, from 1 to 3"):
             LLM(tiny_engines, backend="numpy", hidden_layers=wrong).close()
 
 

@@ -183,7 +183,7 @@ def test_the_command_writes_what_is_said(edgellm: Edgellm, speech_engines: Path,
     assert edgellm("transcribe", speech_engines)[0] == 2
     assert edgellm("transcribe", "-m", speech_engines, path, "--every", 1)[0] == 2
     code, _, err = edgellm("transcribe", "-m", speech_engines, "-", stdin=FILE[44:])  # samples alone
-    assert code == 1 and "raw samples a WAV header, or edgellm transcribe's --every and --rate" in err
+    assert code == 1 and "raw samples need a WAV header, or edgellm transcribe's --every and --rate" in err
     follow = ("transcribe", "-m", speech_engines, "-", "--every", 1.25, "--language", "en", "--json", "--max-tokens", 9)
     code, out, err = edgellm(*follow, stdin=FILE[44:] + b"x")
     lines = [json.loads(line) for line in out.splitlines()]

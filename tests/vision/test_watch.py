@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,12 +117,13 @@ def test_what_is_no_source_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM)
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(MissingDependencyError, match="opencv-python-headless"):
         Camera("clip.mp4")
-    for wrong in ({"every": -1}, {"deadline": 0}, {"latency_budget_ms": float("nan")}, {"choice": "Yes"}):
+    choices: tuple[dict[str, Any], ...] = ({"choice": "Yes"}, {"choice": []}, {"choice": [1, 2]})
+    for wrong in ({"every": -1}, {"deadline": 0}, {"latency_budget_ms": float("nan")}, *choices):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             llm.watch([], BOAT, **wrong)
     with pytest.raises(RequestError, match="not a text part"):
         next(llm.watch([scene("toys")], 7))
-    with pytest.raises(TypeError, match="latency_budget"):
+    with pytest.raises(TypeError, match=r"'latency_budget': did you mean latency_budget_ms\?"):
         llm.watch([], BOAT, latency_budget=7)
 
 

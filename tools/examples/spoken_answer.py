@@ -1,4 +1,4 @@
-"""An answer that is spoken while it is still being written: each sentence goes to a synthesizer as soon as it has ended.
+"""An answer that is spoken while it is still being written: each sentence as soon as it has ended.
 
 Run it: python tools/examples/spoken_answer.py QUESTION [--model ENGINE_DIR] [-- PROGRAM ARGUMENT ...]
 PROGRAM reads text line by line and speaks it, as Piper does; without one, espeak-ng.
