@@ -52,11 +52,11 @@ def test_sentences_are_spoken_as_they_end(
     spoken = runpy.run_path(path)["sentences"](pieces)
     assert (next(spoken), len(taken)) == ("It is red.", 2)
     assert list(spoken) == ["It is 3.5 m away!", "Right?"]
-    voice = [sys.executable, "-c", "import sys; [print('spoken:', line, end='') for line in sys.stdin]"]
-    monkeypatch.setattr(sys, "argv", ["spoken_answer.py", "Where is the red cup?", "--", *voice])
+    voice = ["spoken_answer.py", "--voice", "sed 's/^/spoken: /'"]
+    monkeypatch.setattr(sys, "argv", [*voice, "Where is the red cup?"])
     runpy.run_path(path, run_name="__main__")
     assert capfd.readouterr().out.splitlines()[-1] == "spoken: The red cup is at the front left."
-    monkeypatch.setattr(sys, "argv", ["spoken_answer.py", "Hello", "--", str(tmp_path / "none")])
+    monkeypatch.setattr(sys, "argv", [*voice[:2], str(tmp_path / "none"), "Hello"])
     with pytest.raises(SystemExit):
         runpy.run_path(path, run_name="__main__")
     assert "none is not installed" in capfd.readouterr().err
