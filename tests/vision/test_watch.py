@@ -114,6 +114,8 @@ def test_what_is_no_source_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM)
     assert (camera.frames, camera.frame.image.shape) == (2, (48, 64, 3))
     with pytest.raises(RequestError, match="rate"):
         Camera([], rate=0)
+    with pytest.raises(RequestError, match='channels is \'GBR\': expected "RGB" or "BGR"'):
+        Camera([], channels="GBR")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(MissingDependencyError, match="opencv-python-headless"):
         Camera("clip.mp4")
