@@ -242,8 +242,8 @@ class Watch(Closing, Iterator[WatchedAnswer]):
 
     def _first_token_seconds(self, pixels: np.ndarray, share: float, frame: Frame, question: str) -> float:
         """Seconds from a frame to the first token, the second time: the first one makes ready what the size needs."""
-        for number in range(2):
-            other = pixels ^ np.uint8(1 + number)  # which no cache knows
+        for _ in range(2):
+            other = pixels ^ np.random.default_rng().integers(4, size=pixels.shape, dtype=np.uint8)  # no cache knows it
             began = time.perf_counter()
             messages = self._messages(_scaled(other, share), frame, question)
             self._llm.chat(messages, self._params, self._adapter, **{**self._options, "max_tokens": 1})
