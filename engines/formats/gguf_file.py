@@ -12,10 +12,10 @@ was mapped would end the process.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
 import struct
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -106,7 +106,7 @@ class GgufFile:
             file.close()
             raise
         self._file: BufferedReader | None = file
-        self._map: mmap.mmap | None = None
+        self._is_kept = False
 
     def bytes_of(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The bytes `start` to `stop` of a tensor, uint8, read from the file. Raises CheckpointError once closed, and
@@ -130,20 +130,17 @@ class GgufFile:
             )
         return data
 
-    def view_of(self, info: TensorInfo) -> np.ndarray:
-        """The bytes of a tensor, uint8, as a read-only view of the file, also once it is closed if one was taken
-        before. Raises CheckpointError as `bytes_of`."""
-        if self._map is None:
-            self.bytes_of(info, 0, 1)  # which raises where the file was closed, or is not what was opened
-            assert self._file is not None
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
+    def keep(self) -> None:
+        """Let bytes be read also once it is closed, as long as anything has it."""
+        if not self._is_kept and self._file is not None:
+            self._is_kept = True
+            weakref.finalize(self, self._file.close)
 
     def close(self) -> None:
-        """Close the file; bytes that were read stay, and views of it."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        """Close the file, unless it is kept; bytes that were read stay."""
+        if self._file is not None and not self._is_kept:
+            self._file.close()
+            self._file = None
 
 
 def open_split(path: Path) -> list[GgufFile]:

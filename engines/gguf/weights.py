@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +97,13 @@ class GgufWeights:
         """The bytes of one of `tensors`, uint8; of a packed one without its columns' order. Raises CheckpointError as
         `GgufFile.bytes_of`."""
         return self._changes[info.name].read(self._files)
+
+    def row_reader(self, info: TensorInfo) -> Callable[[np.ndarray], np.ndarray]:
+        """See `Checkpoint`; of a tensor that is as it was published. Raises CheckpointError as `GgufFile.bytes_of`."""
+        (own,) = self._changes[info.name].infos
+        file, size = self._files[own.file], own.nbytes // own.shape[0]
+        file.keep()
+        return lambda rows: np.stack([file.bytes_of(own, row * size, (row + 1) * size) for row in rows.tolist()])
 
     def close(self) -> None:
         """Close the file."""
@@ -221,7 +228,7 @@ class _Naming:
             words = f"{expert}, {part * rows}:{(part + 1) * rows}"
             own_infos = tuple(each.part(place, shape, words) for each in stacks)
             named = name.replace(".*.", f".{expert}.").replace(".gate_up_proj.", parts[part] or ".gate_up_proj.")
-            found.append((named, Change(own_infos, rows=order, mapped=True)))
+            found.append((named, Change(own_infos, rows=order, kept=True)))
         return found
 
     def _in_layer(self, layer: int, inner: str) -> tuple[str, str]:
@@ -256,7 +263,7 @@ class _Naming:
             heads = self._metadata.same_in_all(key) or self._metadata.same_in_all("attention.head_count") or 1
             return Change((info,), rows=_pairs_apart(self._size(info, rows, 2 * heads), heads))
         if own == "per_layer_token_embd":
-            return Change((info,), mapped=True)
+            return Change((info,), kept=True)
         if info.name == _MAPPING:
             return Change((info,), values="offsets")
         if own == "ssm_a":
