@@ -16,7 +16,7 @@ import os
 import re
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from io import BufferedReader
@@ -111,18 +111,23 @@ class GgufFile:
     def bytes_of(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The bytes `start` to `stop` of a tensor, uint8, read from the file. Raises CheckpointError once closed, and
         for a file that is not any more what was opened."""
+        return self.pieces_of(info, [start], (info.nbytes if stop is None else stop) - start)[0]
+
+    def pieces_of(self, info: TensorInfo, starts: Sequence[int], size: int) -> np.ndarray:
+        """The `size` bytes of a tensor from each of the `starts` on: uint8 [n, size]. Raises as `bytes_of`."""
         if self._file is None:
             raise CheckpointError(f"{self.path} was closed: read its tensors before, or open the checkpoint again")
-        data = np.empty((info.nbytes if stop is None else stop) - start, np.uint8)
-        view, done, descriptor = memoryview(data), 0, self._file.fileno()
-        while done < len(view):
-            with explained(f"{self.path} cannot be read", CheckpointError):
-                count = os.preadv(descriptor, [view[done : done + _MOST_READ]], info.offset + start + done)
-            if count == 0:
-                break
-            done += count
+        data, done, descriptor = np.empty((len(starts), size), np.uint8), 0, self._file.fileno()
+        with explained(f"{self.path} cannot be read", CheckpointError):
+            for start, view in zip(starts, data, strict=True):
+                done = 0
+                while done < size:
+                    count = os.preadv(descriptor, [view[done : done + _MOST_READ]], info.offset + start + done)
+                    if count == 0:
+                        break
+                    done += count
         now = os.fstat(descriptor)
-        if done < len(view) or (now.st_size, now.st_mtime_ns) != (self.status.st_size, self.status.st_mtime_ns):
+        if done < size or (now.st_size, now.st_mtime_ns) != (self.status.st_size, self.status.st_mtime_ns):
             raise CheckpointError(
                 f"{self.path} was changed while it was read: it has {now.st_size:,} bytes, expected the "
                 f"{self.status.st_size:,} that it had when it was opened. Leave it alone while it is used, and start "

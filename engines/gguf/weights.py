@@ -103,7 +103,7 @@ class GgufWeights:
         (own,) = self._changes[info.name].infos
         file, size = self._files[own.file], own.nbytes // own.shape[0]
         file.keep()
-        return lambda rows: np.stack([file.bytes_of(own, row * size, (row + 1) * size) for row in rows.tolist()])
+        return lambda rows: file.pieces_of(own, [row * size for row in rows.tolist()], size)
 
     def close(self) -> None:
         """Close the file."""

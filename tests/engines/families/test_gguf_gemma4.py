@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,13 @@ def test_rows_are_those_of_the_whole_table(
     else:
         table = random_blocks(kind, SHAPE, random, 0.05)
         expected = whole(table)
-    taken, bytes_of = [], GgufFile.bytes_of
+    taken, pieces_of = [], GgufFile.pieces_of
 
-    def noted(file: GgufFile, info: Any, start: int = 0, stop: int | None = None) -> np.ndarray:
-        taken.append((info.name, -1 if stop is None else stop - start))
-        return bytes_of(file, info, start, stop)
+    def noted(file: GgufFile, info: Any, starts: Sequence[int], size: int) -> np.ndarray:
+        taken.append((info.name, size))
+        return pieces_of(file, info, starts, size)
 
-    monkeypatch.setattr(GgufFile, "bytes_of", noted)
+    monkeypatch.setattr(GgufFile, "pieces_of", noted)
     with checkpoint_folder(make_file("model", table)) as folder, Checkpoint.open(folder) as checkpoint:
         config = decoder_config(checkpoint.config)
         rows = TokenRows(NumpyBackend(config), config, checkpoint, 1)
