@@ -121,7 +121,9 @@ class Checkpoint(Closing):
             raise CheckpointError(foreign)
         if not path.is_dir():
             found = "is a file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {found}: expected a directory with config.json and {SINGLE_FILE}")
+            raise CheckpointError(
+                f"{path} {found}: expected a directory with config.json and {SINGLE_FILE}, or a GGUF file"
+            )
         config = JSONObject.read(path / "config.json", CheckpointError, "Copy it from the checkpoint's source").values
         quantization = read_quantization(path, config)
         generation = path / "generation_config.json"
