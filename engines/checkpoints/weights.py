@@ -142,8 +142,8 @@ def load_numpy_weights(
         values = _part(checkpoint, name, shape)
         if check.is_due(name):
             found[name] = first_not_finite(values.reshape(-1))
-        read = partial(_part, checkpoint, name, shape) if checkpoint.is_copied(name) else lambda: values
-        return read, checkpoint.info(name).dtype
+        again = partial(_part, checkpoint, name, shape)
+        return (again if checkpoint.is_copied(name) else lambda: values), checkpoint.info(name).dtype
 
     def convert_part(name: str, target: np.ndarray, kernel: int) -> tuple[str, int]:
         if (packed := checkpoint.packed(name, target.shape)) is not None:
