@@ -198,9 +198,13 @@ class Checkpoint(Closing):
             )
         return self.raw_bytes(name).view(stored_tensors.STORAGE[info.dtype]).reshape(info.shape)
 
-    def is_copied(self, name: str) -> bool:
-        """Whether the tensor's bytes are copies, read from its file whenever they are asked for."""
-        return isinstance(self._files[self.info(name).file], GgufWeights)
+    def keep(self, path: Path) -> bool:
+        """Whether what one of the `files` holds is read whenever it is asked for, as copies and also once the
+        checkpoint is closed: from now on that of a GGUF file is."""
+        file = self._files[path]
+        if isinstance(file, GgufWeights):
+            file.keep()
+        return isinstance(file, GgufWeights)
 
     def row_reader(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
         """What gives copies of rows, int [n], of a tensor: uint8 [n, bytes of a row], also once the checkpoint is

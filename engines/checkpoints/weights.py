@@ -136,14 +136,16 @@ def load_numpy_weights(
     ]
 
     def expert_part(name: str, shape: tuple[int, int]) -> _Part:
-        if (read := checkpoint.reader(name, shape)) is not None:
+        read = checkpoint.reader(name, shape)
+        is_kept = checkpoint.keep(checkpoint.part_infos(name, shape)[0].file)
+        if read is not None:
             read()  # what is wrong is found now
             return read
         values = _part(checkpoint, name, shape)
         if check.is_due(name):
             found[name] = first_not_finite(values.reshape(-1))
         again = partial(_part, checkpoint, name, shape)
-        return (again if checkpoint.is_copied(name) else lambda: values), checkpoint.info(name).dtype
+        return (again if is_kept else lambda: values), checkpoint.info(name).dtype
 
     def convert_part(name: str, target: np.ndarray, kernel: int) -> tuple[str, int]:
         if (packed := checkpoint.packed(name, target.shape)) is not None:

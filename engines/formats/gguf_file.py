@@ -12,6 +12,7 @@ was mapped would end the process.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import re
 import struct
@@ -106,6 +107,7 @@ class GgufFile:
             file.close()
             raise
         self._file: BufferedReader | None = file
+        self._map: mmap.mmap | None = None
         self._is_kept = False
 
     def bytes_of(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -135,8 +137,19 @@ class GgufFile:
             )
         return data
 
+    def view_of(self, info: TensorInfo) -> np.ndarray:
+        """The bytes of a tensor, uint8, as a read-only view of the file, also once it is closed; of one that is kept a
+        copy: views are for what is read soon. Raises CheckpointError as `bytes_of`."""
+        if self._is_kept:
+            return self.bytes_of(info)
+        if self._map is None:
+            self.bytes_of(info, 0, 1)  # which raises where the file was closed, or is not what was opened
+            assert self._file is not None
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
+
     def keep(self) -> None:
-        """Let bytes be read also once it is closed, as long as anything has it."""
+        """Let bytes be read also once it is closed, as long as anything has it: what may be shortened meanwhile."""
         if not self._is_kept and self._file is not None:
             self._is_kept = True
             weakref.finalize(self, self._file.close)

@@ -24,7 +24,7 @@ class Change:
 
     The rows of several follow each other; kernels [N, C, H, W] that are `frames` become one [N, C, frames, H, W].
     Several that are not of one type, and with `dense` those of a packed one, become float32. The result has a `shape`
-    of its own, or the one that follows. Those that are `kept` are read also once the file is closed.
+    of its own, or the one that follows. With `mapped` the bytes of the `infos` are views of the file.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -34,7 +34,7 @@ class Change:
     frames: bool = False
     dense: bool = False
     shape: tuple[int, ...] | None = None
-    kept: bool = False
+    mapped: bool = False
 
     @property
     def dtype(self) -> str:
@@ -88,9 +88,7 @@ class Change:
 
     def _part(self, file: GgufFile, info: TensorInfo) -> np.ndarray:
         """The bytes of one tensor, in the dtype of the result."""
-        if self.kept:
-            file.keep()
-        data = file.bytes_of(info)
+        data = file.view_of(info) if self.mapped else file.bytes_of(info)
         if info.dtype == self.dtype:
             return data
         if info.dtype in PACKED_TYPES:

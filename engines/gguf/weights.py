@@ -98,6 +98,11 @@ class GgufWeights:
         `GgufFile.bytes_of`."""
         return self._changes[info.name].read(self._files)
 
+    def keep(self) -> None:
+        """See `GgufFile`."""
+        for file in self._files.values():
+            file.keep()
+
     def row_reader(self, info: TensorInfo) -> Callable[[np.ndarray], np.ndarray]:
         """See `Checkpoint`; of a tensor that is as it was published. Raises CheckpointError as `GgufFile.bytes_of`."""
         (own,) = self._changes[info.name].infos
@@ -228,7 +233,7 @@ class _Naming:
             words = f"{expert}, {part * rows}:{(part + 1) * rows}"
             own_infos = tuple(each.part(place, shape, words) for each in stacks)
             named = name.replace(".*.", f".{expert}.").replace(".gate_up_proj.", parts[part] or ".gate_up_proj.")
-            found.append((named, Change(own_infos, rows=order, kept=True)))
+            found.append((named, Change(own_infos, rows=order, mapped=True)))
         return found
 
     def _in_layer(self, layer: int, inner: str) -> tuple[str, str]:
@@ -263,7 +268,7 @@ class _Naming:
             heads = self._metadata.same_in_all(key) or self._metadata.same_in_all("attention.head_count") or 1
             return Change((info,), rows=_pairs_apart(self._size(info, rows, 2 * heads), heads))
         if own == "per_layer_token_embd":
-            return Change((info,), kept=True)
+            return Change((info,))
         if info.name == _MAPPING:
             return Change((info,), values="offsets")
         if own == "ssm_a":

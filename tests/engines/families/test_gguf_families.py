@@ -332,6 +332,7 @@ def test_experts_are_slices_of_their_stacks(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.3.gate_up_proj.weight"
     info = first.tensors[name]
     assert (info.name, info.shape, info.nbytes) == (name, (32, 24), 2 * 32 * 24)
+    assert not whole.bytes_of(whole.tensors[name.replace("gate_up", "down")]).flags.writeable  # nothing was copied
     for name, info in whole.tensors.items():
         np.testing.assert_array_equal(first.bytes_of(first.tensors[name]), whole.bytes_of(info))
 
