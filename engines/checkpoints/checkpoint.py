@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -198,21 +198,17 @@ class Checkpoint(Closing):
             )
         return self.raw_bytes(name).view(stored_tensors.STORAGE[info.dtype]).reshape(info.shape)
 
-    def keep(self, path: Path) -> bool:
-        """Whether what one of the `files` holds is read whenever it is asked for, as copies and also once the
-        checkpoint is closed: from now on that of a GGUF file is."""
-        file = self._files[path]
-        if isinstance(file, GgufWeights):
-            file.keep()
-        return isinstance(file, GgufWeights)
+    def keep(self) -> bool:
+        """Have what GGUF files hold read whenever it is asked for, as copies and also once this is closed; whether
+        there are any."""
+        return bool([file.keep() for file in self._files.values() if isinstance(file, GgufWeights)])
 
     def row_reader(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
         """What gives copies of rows, int [n], of a tensor: uint8 [n, bytes of a row], also once the checkpoint is
         closed. No others are read."""
         info = self.info(name)
-        file = self._files[info.file]
-        if isinstance(file, GgufWeights):
-            return file.row_reader(info)
+        if self.keep() and isinstance(file := self._files[info.file], GgufWeights):
+            return partial(file.bytes_of, info)
         return self.raw_bytes(name).reshape(info.shape[0], -1).__getitem__
 
     def integers(self, name: str) -> np.ndarray:
@@ -294,8 +290,8 @@ class Checkpoint(Closing):
         def of_rows(rows: np.ndarray) -> LinearTensors:
             if read_rows is None:
                 return tensors.of_rows(rows)
-            dtype, shape, data = self.info(name).dtype, (len(rows), columns), read_rows(rows).reshape(-1)
-            return LinearTensors(tensors.module, shape, lambda _: (dtype, shape, data))
+            found = self.info(name).dtype, (len(rows), columns), read_rows(rows).reshape(-1)
+            return LinearTensors(tensors.module, found[1], lambda _: found)
 
         def read(rows: np.ndarray | None = None) -> StoredWeight:
             try:

@@ -98,8 +98,7 @@ def _float32(part: _Part) -> np.ndarray:
     if callable(part):
         packed = part().unpacked()
         return packed.values() if packed.input_scales is None else packed.values() * packed.input_scales
-    read, dtype = part
-    values = read()
+    values, dtype = part[0](), part[1]
     if dtype == "float32":
         return values
     target = np.empty(values.shape, np.float32)
@@ -118,6 +117,7 @@ def load_numpy_weights(
     Raises CheckpointError for tensors that are missing, have another shape, or values that are infinite or NaN.
     """
     of_experts = [spec for spec in specs if spec.experts]
+    are_kept = bool(of_experts) and checkpoint.keep()
     check = FiniteCheck(checkpoint, specs)
     specs = [spec for spec in specs if not spec.experts]
     step = _ALIGNMENT // 4
@@ -136,16 +136,14 @@ def load_numpy_weights(
     ]
 
     def expert_part(name: str, shape: tuple[int, int]) -> _Part:
-        read = checkpoint.reader(name, shape)
-        is_kept = checkpoint.keep(checkpoint.part_infos(name, shape)[0].file)
-        if read is not None:
+        if (read := checkpoint.reader(name, shape)) is not None:
             read()  # what is wrong is found now
             return read
         values = _part(checkpoint, name, shape)
         if check.is_due(name):
             found[name] = first_not_finite(values.reshape(-1))
-        again = partial(_part, checkpoint, name, shape)
-        return (again if is_kept else lambda: values), checkpoint.info(name).dtype
+        again = partial(_part, checkpoint, name, shape) if are_kept else lambda: values
+        return again, checkpoint.info(name).dtype
 
     def convert_part(name: str, target: np.ndarray, kernel: int) -> tuple[str, int]:
         if (packed := checkpoint.packed(name, target.shape)) is not None:

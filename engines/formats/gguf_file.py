@@ -148,11 +148,12 @@ class GgufFile:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
 
-    def keep(self) -> None:
-        """Let bytes be read also once it is closed, as long as anything has it: what may be shortened meanwhile."""
+    def keep(self) -> bool:
+        """Let bytes be read also once it is closed, as long as anything has it; True."""
         if not self._is_kept and self._file is not None:
-            self._is_kept = True
             weakref.finalize(self, self._file.close)
+            self._is_kept = True
+        return True
 
     def close(self) -> None:
         """Close the file, unless it is kept; bytes that were read stay."""

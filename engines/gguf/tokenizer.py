@@ -166,8 +166,7 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers
     if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
     splits: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.apart else []
-    patterns = (*pre.before, *([] if pre.pattern is None else [pre.pattern]))
-    splits += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    splits += [pre_tokenizers.Split(Regex(each), "isolated") for each in (*pre.before, pre.pattern) if each is not None]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,22 +93,19 @@ class GgufWeights:
         self._file, self._changes = file, changes
         self._files = {each.path: each for each in files}
 
-    def bytes_of(self, info: TensorInfo) -> np.ndarray:
-        """The bytes of one of `tensors`, uint8; of a packed one without its columns' order. Raises CheckpointError as
-        `GgufFile.bytes_of`."""
-        return self._changes[info.name].read(self._files)
-
-    def keep(self) -> None:
-        """See `GgufFile`."""
-        for file in self._files.values():
-            file.keep()
-
-    def row_reader(self, info: TensorInfo) -> Callable[[np.ndarray], np.ndarray]:
-        """See `Checkpoint`; of a tensor that is as it was published. Raises CheckpointError as `GgufFile.bytes_of`."""
+    def bytes_of(self, info: TensorInfo, rows: np.ndarray | None = None) -> np.ndarray:
+        """The bytes of one of `tensors`, uint8; of a packed one without its columns' order. Of one that is in the file
+        as it was published `rows`, int [n], alone: [n, bytes of a row]. Raises CheckpointError as `GgufFile.bytes_of`.
+        """
+        if rows is None:
+            return self._changes[info.name].read(self._files)
         (own,) = self._changes[info.name].infos
-        file, size = self._files[own.file], own.nbytes // own.shape[0]
-        file.keep()
-        return lambda rows: file.pieces_of(own, [row * size for row in rows.tolist()], size)
+        size = own.nbytes // own.shape[0]
+        return self._files[own.file].pieces_of(own, [row * size for row in rows.tolist()], size)
+
+    def keep(self) -> bool:
+        """See `GgufFile`; True."""
+        return all(file.keep() for file in self._files.values())
 
     def close(self) -> None:
         """Close the file."""
