@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.benchmark.inputs import BenchConfiguration
-from edgellm.benchmark.report import report_lines
+from edgellm.benchmark.report import backend_of, report_lines
 from edgellm.benchmark.run import BenchRun
 from edgellm.device.boards import Board, board_of
 from edgellm.device.forecast import EDGE_MICROSECONDS, REACHED, engine_costs, seconds
@@ -57,12 +57,17 @@ def device_facts(backend: str) -> dict[str, Any]:
 
 
 def of_model(
-    llm: LLM, runs: Sequence[BenchRun], chosen: Sequence[BenchConfiguration], summaries: Sequence[Mapping[str, Any]]
+    llm: LLM,
+    gpus: int,
+    runs: Sequence[BenchRun],
+    chosen: Sequence[BenchConfiguration],
+    summaries: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What a page says of the open model beside its speeds, as JSON values; the first configuration is plain."""
+    """What a page says of the open model beside its speeds, as JSON values; the first configuration is plain. There
+    is no forecast of several `gpus`."""
     plain = [run for run in runs if run.configuration == chosen[0].name]
     gpu = find_gpu() if llm.backend_name != "numpy" else None
-    board = None if gpu is None else board_of(gpu)
+    board = None if gpu is None or gpus > 1 else board_of(gpu)
     context = max(run.prompt_tokens + len(run.token_ids) // 2 for run in plain)
     first = {  # medians
         "seconds": median(run.first_token_seconds for run in plain),
@@ -118,7 +123,7 @@ def _page(results: Mapping[str, Any]) -> Iterator[str]:
     device, memory, first = results["device"], results["memory"], results["first_token"]
     yield f"# {results['model']} on {device['board']['title'] if device['board'] else results['machine']}"
     yield ""
-    yield f"EdgeLLM {device['release']}, {results['backend']} backend, {results['date']}. All figures: `{FIGURES}`."
+    yield f"EdgeLLM {device['release']}, {backend_of(results)}, {results['date']}. All figures: `{FIGURES}`."
     yield ""
     yield f"![Speeds]({PLOT})"
     yield from ("", "## Speed", "", "| Decoding | Tokens/s | Against plain | Tokens a round | Forecast | At most |")
@@ -138,13 +143,16 @@ def _page(results: Mapping[str, Any]) -> Iterator[str]:
             f"without either. Behind {results['context']} tokens."
         )
     else:
-        yield "There is no forecast: it is made for a GPU of a board that is known."
+        yield "There is no forecast: it is made for one GPU, of a board that is known."
     yield ""
     yield (
         f"First token: {1000 * first['seconds']:.1f} ms, the median of plain decoding, for "
         f"{first['computed_tokens']:g} tokens of the prompt that were computed (the rest was in the KV cache)."
     )
-    yield from ("", "## Memory", "", "| What | MiB |", "|---|---|")
+    yield from ("", "## Memory", "")
+    if results["gpus"] > 1:
+        yield from (f"As one GPU would take it; {results['gpus']} have parts of it.", "")
+    yield from ("| What | MiB |", "|---|---|")
     for name, size in memory.items():
         yield f"| {name} | {'unknown' if size is None else f'{size / 2**20:,.1f}'} |"
     yield from ("", "## Device", "", f"- {results['machine']}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import floor, log10
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
@@ -13,7 +13,7 @@ from edgellm.errors import number_of
 def report_lines(results: dict[str, Any]) -> Iterator[str]:
     """The results of `commands.bench.measure` for people: speeds, acceptance by position and by task, equality."""
     configurations = results["configurations"]
-    yield f"{results['model']} on the {results['backend']} backend: {_asked(results)}"
+    yield f"{results['model']} on the {backend_of(results)}: {_asked(results)}"
     yield ""
     yield from _table([_HEADER, *map(_row, configurations)])
     if drafted := [values for values in configurations if "rounds" in values]:
@@ -30,6 +30,11 @@ def report_lines(results: dict[str, Any]) -> Iterator[str]:
     for values in configurations:
         if values["controller"] is not None:
             yield f"{values['name']} chose {values['controller']['reason']}"
+
+
+def backend_of(results: Mapping[str, Any]) -> str:
+    """What computed, and how many GPUs (of NumPy: threads) shared the model."""
+    return f"{results['backend']} backend" + (f" with {results['gpus']} GPUs" if results["gpus"] > 1 else "")
 
 
 def _asked(results: dict[str, Any]) -> str:
@@ -119,7 +124,7 @@ def speed_plot(results: dict[str, Any]) -> str:
     bars = _TOP + _ROW * len(configurations) + _AXIS
     height = bars + (_LINES_HEIGHT + 110 if drafted else 0)
     title = f"Decoding speed of {results['model']}"
-    measured = [f"{results['machine']}, {results['backend']} backend, {results['date']}", _asked(results)]
+    measured = [f"{results['machine']}, {backend_of(results)}, {results['date']}", _asked(results)]
     svg = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "font-family": "sans-serif", "font-size": "13"})
     svg.attrib |= {"width": str(_WIDTH), "height": str(height), "viewBox": f"0 0 {_WIDTH} {height}", "role": "img"}
     _add(svg, "title", title)

@@ -112,6 +112,7 @@ def measure(
         results: dict[str, Any] = {
             "model": model_name(llm),
             "backend": llm.backend_name,
+            "gpus": settings.gpus,
             "machine": device_report.processor_name(llm.backend_name),
             "date": date.today().isoformat(),
             "sampling": asdict(params),
@@ -120,7 +121,7 @@ def measure(
             "configurations": summarize(result, chosen),
         }
         if of_device:
-            results |= device_report.of_model(llm, result.runs, chosen, results["configurations"])
+            results |= device_report.of_model(llm, settings.gpus, result.runs, chosen, results["configurations"])
     return results | ({"device": device_report.device_facts(results["backend"])} if of_device else {})
 
 

@@ -19,7 +19,7 @@ from edgellm.engines.model.states import Edge, is_recurrent
 from edgellm.engines.runners.media import PromptMedia, before_span
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import SnapshotError
+from edgellm.errors import SnapshotError, number_of
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import NOT_FINITE, check_binding, damaged, read_snapshot, verify_snapshot
@@ -213,9 +213,8 @@ class SlotSnapshots:
         check_binding(path, mapped, expected)
         self._check(path, mapped)
         if (made_by := mapped.facts.gpus) != self._backend.gpus:
-            logger.warning(
-                "%s was made on %d GPUs: on %d its rows may differ in bits", path, made_by, self._backend.gpus
-            )
+            made_on, own = number_of(made_by, "GPU"), self._backend.gpus
+            logger.warning("%s was made on %s: on %d its rows may differ in bits", path, made_on, own)
         if mapped.nbytes > self.store.memory_budget:
             verify_snapshot(path, mapped)
             self._uploader.reserve(mapped.nbytes)  # before a request waits for it

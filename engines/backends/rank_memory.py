@@ -68,7 +68,8 @@ class RankMemory:
     def fail(self, rank: int, error: BaseException) -> DeviceLostError:
         """The error of a rank that has failed, now or before; nothing runs from then on."""
         if self._failure is None:
-            self._failure = f"rank {rank} of {len(self._devices)} {self._place(rank)} failed: {error}"
+            said = str(error) or type(error).__name__
+            self._failure = f"rank {rank} of {len(self._devices)} {self._place(rank)} failed: {said}"
         return DeviceLostError(f"{self._failure}. Open the model anew")
 
     def check(self) -> None:

@@ -38,7 +38,8 @@ class Exchange:
         """Raise DeviceLostError that names a rank which has ended."""
         if self._failed is not None:
             rank, error = self._failed
-            raise DeviceLostError(f"rank {rank} of {self.ranks} failed: {error}. Open the model anew") from error
+            said = str(error) or type(error).__name__
+            raise DeviceLostError(f"rank {rank} of {self.ranks} failed: {said}. Open the model anew") from error
 
 
 class Rank:

@@ -335,10 +335,10 @@ class _Sharding:
         begin, end = self._about(columns // unit)
         return unit * begin, unit * end
 
-    def _equal(self, what: str, count: int) -> Range:
+    def _equal(self, what: str, count: int, takes: str = "divides them") -> Range:
         """This rank's of things that are shared equally."""
         if count % self._of:
-            raise EngineError(f"{what} cannot be shared equally by {self._of} GPUs: take a number that divides them")
+            raise EngineError(f"{what} cannot be shared equally by {self._of} GPUs: take a number that {takes}")
         return self._about(count)
 
     def _queries(self, step: Attention) -> Range:
@@ -351,7 +351,7 @@ class _Sharding:
     def _shared(self, what: str, count: int) -> Range:
         """This rank's of heads that several heads share: where there are fewer than ranks, several have the same."""
         if self._of % count:
-            return self._equal(what, count)
+            return self._equal(what, count, "divides them, or is a multiple of them")
         first = self._rank * count // self._of
         return first, first + 1
 

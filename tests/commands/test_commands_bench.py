@@ -195,7 +195,7 @@ def test_figures_add_up():
     assert (drafted["draft_seconds"], drafted["verify_seconds"]) == (0.5, 1.0)
     assert drafted["tasks"]["even"]["ratio"] == 2.0 and drafted["tasks"]["odd"]["ratio"] == 4.0
     assert drafted["outputs"]["differences"] == [{"prompt": 1, "repeat": 0, "token": 1}]
-    results = {"model": "m", "backend": "b", "prompts": 2, "repeat": 1, "configurations": [plain, drafted]}
+    results = {"model": "m", "backend": "b", "gpus": 1, "prompts": 2, "repeat": 1, "configurations": [plain, drafted]}
     lines = list(report_lines(results | {"sampling": {"max_tokens": 5, "temperature": 0.0}}))
     assert lines[-2] == "chain:2: 1 of 2 answers DIFFER from those of plain, the first (prompt 2) at token 2"
     assert lines[-1].startswith("Also plain may differ from itself: what of a prompt is not in the KV cache yet")
@@ -221,7 +221,16 @@ def test_an_axis_has_few_round_marks(fastest):
     configuration = {"name": "plain", "tokens_per_second": fastest, "ratio": 1.0}
     sampling = {"max_tokens": 1, "temperature": 0.0}
     plot = speed_plot(
-        {"model": "m", "machine": "c", "backend": "b", "date": "d", "prompts": 1, "repeat": 1, "sampling": sampling}
+        {
+            "model": "m",
+            "machine": "c",
+            "backend": "b",
+            "gpus": 1,
+            "date": "d",
+            "prompts": 1,
+            "repeat": 1,
+            "sampling": sampling,
+        }
         | {"configurations": [configuration]}
     )
     texts = [element.text for element in ElementTree.fromstring(plot) if element.get("text-anchor") == "middle"]
@@ -233,7 +242,7 @@ def test_an_axis_has_few_round_marks(fastest):
 def test_the_chart_of_acceptance_names_its_axes():
     plain = {"name": "plain", "tokens_per_second": 10.0, "ratio": 1.0}
     drafted = plain | {"name": "chain:<2>", "acceptance_by_position": [0.75, 0.5]}
-    facts = {"model": "m & m", "machine": "c", "backend": "b", "date": "d", "prompts": 1, "repeat": 1}
+    facts = {"model": "m & m", "machine": "c", "backend": "b", "gpus": 1, "date": "d", "prompts": 1, "repeat": 1}
     sampling = {"max_tokens": 1, "temperature": 0.0}
     attached_image = ElementTree.fromstring(
         speed_plot(facts | {"sampling": sampling, "configurations": [plain, drafted]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -119,6 +120,8 @@ def test_a_snapshot_lies_as_that_of_one_and_records_how_many_made_it(
         drafted.cache_system_prompt(system + "Again. ", save=tmp_path / "one")
         drafted.load_snapshot(tmp_path / "one")
         assert not caplog.text
+    two.load_snapshot(tmp_path / "one")
+    assert f"{tmp_path / 'one'} was made on 1 GPU: on 2 its rows may differ in bits" in caplog.text
 
 
 def test_prompts_are_handed_out_whole(one: LLM, two: LLM) -> None:
@@ -156,6 +159,23 @@ def test_gpus_are_asked_for_on_the_command_line_and_by_the_backend(edgellm: Edge
     code, said, _ = edgellm(*arguments, "--gpus", 2)
     assert code == 0 and said.strip()
     code, _, told = edgellm(*arguments, "--gpus", 3)
-    assert code == 1 and "the 2 key-value heads of layer 0 cannot be shared equally by 3 GPUs" in told
+    told = " ".join(told.split())
+    assert code == 1 and "the 2 key-value heads of layer 0 cannot be shared equally by 3 GPUs: take a number" in told
+    assert told.endswith("that divides them, or is a multiple of them")
+    code, said, _ = edgellm(*arguments, "--gpus", 6)  # such as this one, of as many query heads
+    assert code == 0 and said.strip()
     with pytest.raises(EngineError, match=r"gpus is 64, and there are \d+ GPUs of one kind: the driver shows"):
         open_backend("tensorrt", EngineDirectory.open(SHIPPED_MODEL), gpus=64)
+
+
+def test_figures_say_how_many_gpus_gave_them(edgellm: Edgellm, tmp_path: Path) -> None:
+    """A board's forecast is for one."""
+    (tmp_path / "prompts").write_text("The red cup\n")
+    options = ("--prompts", tmp_path / "prompts", "--repeat", 1, "--max-tokens", 4, "--configurations", "chain:2")
+    code, said, told = edgellm("bench", "--backend", "numpy", "--gpus", 2, *options, "--report", tmp_path / "own")
+    figures = json.loads((tmp_path / "own" / "figures.json").read_text())
+    assert code == 0 and "numpy backend with 2 GPUs" in said, told
+    assert figures["gpus"] == 2 and figures["forecast"] == {}
+    page, plot = ((tmp_path / "own" / name).read_text() for name in ("report.md", "speed.svg"))
+    assert "numpy backend with 2 GPUs" in page and "As one GPU would take it; 2 have parts of it." in page
+    assert "numpy backend with 2 GPUs" in plot

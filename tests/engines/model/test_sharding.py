@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from golden_sequences import Sequences
 from edgellm import LLM
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_ranks import NumpyRanks, RankedEngine
+from edgellm.engines.backends.rank_memory import RankMemory
+from edgellm.engines.backends.ranks import Exchange
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import DeviceLostError, EngineError
 from edgellm.engines.families.programs import model_program
@@ -188,3 +191,14 @@ def test_a_rank_that_fails_ends_the_model_and_is_named(monkeypatch: pytest.Monke
             llm.generate("The blue cup", max_tokens=4)
     with LLM(backend="numpy", gpus=2, drafting=None) as llm:
         assert llm.generate("The red cup", max_tokens=4).token_ids == before
+
+
+def test_an_error_without_words_is_named() -> None:
+    """As Python's own MemoryError is."""
+    exchange = Exchange(3)
+    exchange.fail(2, MemoryError())
+    with pytest.raises(DeviceLostError, match=r"rank 2 of 3 failed: MemoryError\. Open the model anew"):
+        exchange.check()
+    memory = object.__new__(RankMemory)
+    memory._devices, memory._failure = [SimpleNamespace(gpu=SimpleNamespace(index=4))] * 2, None
+    assert str(memory.fail(1, MemoryError())) == "rank 1 of 2 (GPU 4) failed: MemoryError. Open the model anew"
