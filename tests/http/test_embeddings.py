@@ -98,7 +98,7 @@ def test_refusals_name_the_field(embedder: ServerProcess, server: ServerProcess,
         assert status == 400 and "is an embedding model" in str(found["error"]), found
     with pytest.raises(openai.BadRequestError, match=r"shipped is no embedding model: .*Qwen3-Embedding"):
         client.embeddings.create(model="shipped", input="a")
-    assert server.metric("http_responses_total", path="/v1/embeddings", status="400") >= 1  # others ask this server, too
+    assert server.metric("http_responses_total", path="/v1/embeddings", status="400") >= 1  # others ask it, too
 
 
 def test_what_would_not_be_honoured_is_refused() -> None:
