@@ -128,7 +128,9 @@ def stream_calls(llm: LLM, seconds: float, seed: int) -> list[float]:
     samples, step, spans, said = noise(seconds, seed), round(STEP * RATE), [], 0
     stream = SpeechStream(llm, RATE, "en", unfixed=UNFIXED, ignore_eos=True)
     for first in range(0, len(samples), step):
-        stream._options["max_tokens"] = max(1, int(TOKENS_A_SECOND * (first + step) / RATE) - max(0, said - UNFIXED))
+        # What is kept is not written again; a stream that keeps nothing yet adds what it has said.
+        known = max(0, said - UNFIXED) or said
+        stream._options["max_tokens"] = max(1, int(TOKENS_A_SECOND * (first + step) / RATE) - known)
         began = time.perf_counter()
         found = stream.hear(samples[first : first + step])
         spans.append(time.perf_counter() - began)
