@@ -85,6 +85,15 @@ def test_stacked_experts_are_slices_of_the_file(tmp_path: Path) -> None:
         assert info.name == "model.layers.2.mlp.experts.gate_up_proj[3, 16:32]"
 
 
+def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    target = stacked(GOLDENS / "qwen3_moe", tmp_path / "twice")
+    tensors, name = load_file(target / MODEL), "model.layers.2.mlp.experts.3.up_proj.weight"
+    save_file(tensors | {name: np.zeros((16, 24), np.float16)}, target / MODEL)
+    with pytest.raises(CheckpointError, match=re.escape("gate_up_proj[3, 16:32]'")) as raised:
+        Checkpoint.open(target)
+    assert f"'{name}'" in str(raised.value) and "Remove one" in str(raised.value)
+
+
 class TestChoice:
     """Which experts a row goes through."""
 
