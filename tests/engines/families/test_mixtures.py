@@ -310,11 +310,15 @@ def test_the_plan_counts_no_mapped_experts() -> None:
         ({"mlp_only_layers": "1"}, 'mlp_only_layers is "1", expected a list of layers'),
         ({"n_shared_experts": 1}, "n_shared_experts is 1, which is not supported"),
         ({"topk_method": "noaux_tc"}, 'topk_method is "noaux_tc", which is not supported'),
+        ({"score_function": "sigmoid"}, 'score_function is "sigmoid", which is not supported'),
+        ({"swiglu_limit": 7.0}, "swiglu_limit is 7.0, which is not supported"),
+        ({"num_experts": 4}, "num_local_experts is 6, expected 4, as num_experts says"),
     ],
 )
 def test_configurations_that_are_refused(changed: dict[str, object], problem: str) -> None:
     config = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
-    assert decoder_config(config).mixture == Mixture(6, 2, 16, dense_layers=(1,))
+    for same in ({}, {"num_experts": 6}, {"score_function": "softmax"}):
+        assert decoder_config(config | same).mixture == Mixture(6, 2, 16, dense_layers=(1,))
     with pytest.raises((CheckpointError, UnsupportedModelError)) as raised:
         decoder_config(config | changed)
     assert problem in str(raised.value)
