@@ -1,11 +1,27 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, and names of what is not whole yet, which who writes it has locked."""
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+#: What such names have between the target's name and so many random bytes in hexadecimal digits.
+_MARK, _MARK_BYTES = ".partial-", 4
+
+
+def unfinished_sibling(target: Path) -> Path:
+    """A new hidden name beside `target`, for what gets its name when it is whole."""
+    return target.with_name(f".{target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")
+
+
+def unfinished_in(folder: Path, name: str | None = None) -> Iterable[Path]:
+    """What a folder has under names of `unfinished_sibling`, of targets of this name, or of all."""
+    pattern = "*" if name is None else glob.escape(name)
+    return folder.glob(f".{pattern}{_MARK}{'[0-9a-f]' * 2 * _MARK_BYTES}")
 
 
 def write_atomically(path: Path, data: bytes) -> None:

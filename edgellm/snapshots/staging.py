@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -16,12 +14,10 @@ from pathlib import Path
 
 from edgellm.engines.errors import explained
 from edgellm.errors import SnapshotError
-from edgellm.kernels.atomic_write import sync_directory
+from edgellm.kernels.atomic_write import sync_directory, unfinished_in, unfinished_sibling
 from edgellm.kernels.user_paths import user_cache_directory
 
 SUFFIX = ".safetensors"
-#: What the names of unfinished files have between the target's name and random hexadecimal digits.
-_MARK, _MARK_BYTES = ".partial-", 4
 
 
 def snapshot_folder() -> Path:
@@ -106,7 +102,7 @@ class StagedFile:
                 raise OSError(errno.EEXIST, "what has the name is no file, and would be replaced by one")
         remove_abandoned(self._target.parent, self._target.name)
         while True:
-            self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")
+            self.path = unfinished_sibling(self._target)
             self.file = self.path.open("xb")
             with suppress(OSError):  # where the file system has no locks nothing is taken for abandoned
                 fcntl.flock(self.file, fcntl.LOCK_EX)  # says, until the process ends, that it is being written
@@ -134,8 +130,7 @@ class StagedFile:
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:
     """Remove what killed processes left in a folder of the files they wrote (of `name` alone, or all)."""
-    pattern = "*" if name is None else glob.escape(name)
-    for path in folder.glob(f".{pattern}{_MARK}{'[0-9a-f]' * 2 * _MARK_BYTES}"):
+    for path in unfinished_in(folder, name):
         if path.is_symlink() or not path.is_file():  # opening a pipe would wait for ever
             continue
         with suppress(OSError), path.open("rb") as file:

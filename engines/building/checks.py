@@ -45,8 +45,11 @@ WIDE_PREFILL_CHUNK, _WIDE = 512, 8192
 DEFAULT_KV_CAPACITY = 4096
 #: An image of a megapixel, for patches of 16 pixels.
 DEFAULT_MAX_IMAGE_PATCHES = 4096
-#: Rows of the vision engines up to the largest: padding takes up to half as much again as the image.
-_IMAGE_ROWS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)
+#: Rows of the vision engines up to the largest: an image takes the next, a third more at most from 768 to 16,384.
+_IMAGE_ROWS = (
+    *(256, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096),
+    *(5120, 6144, 8192, 10240, 12288, 16384, 24576, 32768, 49152),
+)
 
 #: EAGLE-2's and EAGLE-3's usual tree.
 DRAFT_DEFAULTS = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}

@@ -5,21 +5,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import glob
 import os
-import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from edgellm.engines.errors import EdgeLLMError
-from edgellm.kernels.atomic_write import sync_directory
+from edgellm.kernels.atomic_write import sync_directory, unfinished_in, unfinished_sibling
 from edgellm.kernels.user_paths import resolved
 
 _AT_CURRENT_DIRECTORY = -100  # AT_FDCWD of fcntl.h
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _SPARE_DISK_BYTES = 16 << 20
-_MARK, _MARK_BYTES = ".partial-", 4
 
 
 class StagedDirectory:
@@ -39,7 +36,7 @@ class StagedDirectory:
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
         while True:
-            self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")
+            self.path = unfinished_sibling(self._target)
             self.path.mkdir()
             self._lock = _locked(self.path, fcntl.LOCK_EX)
             if self.path.exists():  # not taken for an abandoned one before it was locked
@@ -83,8 +80,7 @@ class StagedDirectory:
             os.close(self._lock)
 
     def _remove_abandoned(self) -> None:
-        own = f".{glob.escape(self._target.name)}{_MARK}{'[0-9a-f]' * 2 * _MARK_BYTES}"  # others' folders stay
-        for path in self._target.parent.glob(own):
+        for path in unfinished_in(self._target.parent, self._target.name):  # others' stay
             lock = _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock >= 0:  # nobody writes into it any more
                 shutil.rmtree(path, ignore_errors=True)

@@ -100,7 +100,9 @@ def write_model(directory: Path, config: dict[str, Any], audio: AudioConfig) -> 
         (final,) = (each for each in places if each.endswith("model.norm.weight"))
         first, end = places[final]["data_offsets"]
         file.seek(8 + size + first)
-        file.write(bytes(end - first))  # logits of zeros, the likeliest of which is the first token's
+        file.write(bytes(end - first))  # logits of zeros, the likeliest of which is the first token's that may come
+    # Behind the id 0 the host would read a step's logits, to know whether they are numbers.
+    (directory / "generation_config.json").write_text('{"suppress_tokens": [0]}')
     template = TEMPLATE.replace("AUDIO", sound if audio.family == "gemma4" else sound.join(around[:2]))
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -128,7 +130,9 @@ def stream_calls(llm: LLM, seconds: float, seed: int) -> list[float]:
     samples, step, spans, said = noise(seconds, seed), round(STEP * RATE), [], 0
     stream = SpeechStream(llm, RATE, "en", unfixed=UNFIXED, ignore_eos=True)
     for first in range(0, len(samples), step):
-        stream._options["max_tokens"] = max(1, int(TOKENS_A_SECOND * (first + step) / RATE) - max(0, said - UNFIXED))
+        # What is kept is not written again; a stream that keeps nothing yet adds what it has said.
+        known = max(0, said - UNFIXED) or said
+        stream._options["max_tokens"] = max(1, int(TOKENS_A_SECOND * (first + step) / RATE) - known)
         began = time.perf_counter()
         found = stream.hear(samples[first : first + step])
         spans.append(time.perf_counter() - began)

@@ -3,7 +3,7 @@
 #   bash tools/heads/device.sh train      answers and a head; a quick look at tokens a round (some 9 minutes)
 #   bash tools/heads/device.sh retrain    the same answers, other settings: MINUTES=5 MORE="--draft-vocabulary 8192"
 #   bash tools/heads/device.sh measure    tokens a round by task, speeds, the same as an Orin (some 5 minutes)
-# With two GPUs both answer, and parts of `measure` run side by side. A part ends with its seconds and stops no other.
+# With two GPUs both answer, and parts of `measure` run side by side; GPUS=1: the first alone. A part ends with its seconds and stops no other.
 set -uo pipefail
 begin=$(date +%s); OUT=${OUT:-/tmp/out}; W=${WORK:-/tmp/h35}; SITE=${SITE:-/tmp/site0}; FOLDER=${FOLDER:-.head35}; mkdir -p "$OUT" $W/json $W/logs
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false EDGELLM_CACHE_DIR=$W/cache PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1
@@ -20,7 +20,7 @@ if [ ! -e $SITE/.ready ]; then
   mkdir -p $SITE && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $SITE "$FOLDER"/wheels/*.whl &&
     python3 -m pip install -q --no-index --no-deps --no-build-isolation -e . && touch $SITE/.ready || exit 1
 fi
-nvidia-smi -L; gpus=$(nvidia-smi -L 2>/dev/null | wc -l); first=0; second=$((gpus > 1 ? 1 : 0)); echo "== installed at $(elapsed) s, $gpus GPUs"
+nvidia-smi -L; gpus=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}; first=0; second=$((gpus > 1 ? 1 : 0)); echo "== installed at $(elapsed) s, $gpus GPUs"
 MODEL=$W/SmolLM2-135M-Instruct.Q4_1.gguf; HEAD=$W/head; PROMPTS=$FOLDER/prompts
 [ -e $MODEL ] || { cat $W/part.* | xz -dc >$MODEL.part && mv $MODEL.part $MODEL; }
 sha256sum $MODEL # b179c952…10db53

