@@ -173,9 +173,15 @@ def test_packed_experts_of_a_width_of_their_own(make_checkpoint: Callable[..., P
     assert config.mixture is not None and config.mixture.latent_size == 32
 
 
+@pytest.mark.parametrize(
+    ("backend", "kv_cache"),
+    [("numpy", "compute"), *(pytest.param("tensorrt", each, marks=pytest.mark.gpu) for each in ("compute", "int8"))],
+)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_sessions_snapshots_adapters_and_drafts(
     family: str,
+    backend: str,
+    kv_cache: str,
     make_checkpoint: Callable[..., Path],
     make_adapter: Callable[..., Path],
     make_draft: Callable[..., Path],
@@ -187,14 +193,22 @@ def test_sessions_snapshots_adapters_and_drafts(
     with Checkpoint.open(source) as checkpoint:
         config = decoder_config(checkpoint.config)
     adapter = make_adapter(tmp_path / "adapter", config, targets=("q_proj", "o_proj"))
-    limits = EngineLimits(2, 16, 256, draft_top_k=4, draft_steps=3, verify_tree_size=12, lora_slots=1, max_lora_rank=4)
+    limits = EngineLimits(
+        *(2, 16, 256),
+        kv_cache=kv_cache,
+        draft_top_k=4,
+        draft_steps=3,
+        verify_tree_size=12,
+        lora_slots=1,
+        max_lora_rank=4,
+    )
     build_engine_directory(
         source, engines, limits, [], draft=make_draft(tmp_path / "draft"), adapters={"style": adapter}
     )
     params = SamplingParams(max_tokens=10, ignore_eos=True)
 
     def said(adapter: str | None, drafting: DraftingConfig | None, load: bool = False) -> list[tuple[int, ...]]:
-        with LLM(engines, backend="numpy", drafting=drafting) as llm:
+        with LLM(engines, backend=backend, drafting=drafting) as llm:
             if load:
                 llm.load_snapshot(kept)
             session = llm.create_session("be brief", params, adapter=adapter)
