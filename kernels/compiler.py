@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.errors import KernelError, MissingDependencyError
-from edgellm.kernels.nvrtc import Nvrtc, Refused, find_nvrtc, toolkit_roots, wheel_folders
+from edgellm.kernels.nvrtc import MAJORS, Nvrtc, Refused, find_nvrtc, toolkit_roots, wheel_folders
 from edgellm.kernels.user_paths import user_cache_directory
 
 logger = logging.getLogger("edgellm.kernels")
@@ -120,9 +120,11 @@ def find_headers(major_version: int | None = None) -> list[Path]:
     for folders in (_wheel_headers(major_version), *(_toolkit_headers(root) for root in toolkit_roots())):
         if any((folder / "cuda_fp16.h").is_file() for folder in folders):
             return folders
+    suffix = f"-cu{major_version}" if major_version in MAJORS[1:] else ""
     raise MissingDependencyError(
         "CUDA's headers (cuda_fp16.h) were found neither in the wheel nvidia-cuda-runtime nor below $CUDA_HOME, "
-        "$CUDA_PATH or /usr/local/cuda. Install them with: pip install nvidia-cuda-runtime nvidia-cuda-cccl"
+        f"$CUDA_PATH or /usr/local/cuda. Install them with: pip install nvidia-cuda-runtime{suffix} "
+        f"nvidia-cuda-cccl{suffix}"
     )
 
 

@@ -23,6 +23,7 @@ from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.compiler import CompiledModule, ModuleSource, module_key, module_options, recalled_module
 from edgellm.kernels.errors import KernelError, shown
 from edgellm.kernels.gpu import GPU
+from edgellm.kernels.nvrtc import MAJORS
 
 logger = logging.getLogger("edgellm.kernels")
 
@@ -195,6 +196,7 @@ class KeptKernels:
         if not self._folders:
             return None
         name, gpu, command = source.name, self._gpu, self._command
+        takes = ".".join(map(str, gpu.driver_cuda))
         kept = [manifest for _, manifest in self.manifests]
         fitting = [manifest for manifest in kept if self._takes(manifest.release)]
         covered = sorted({count for manifest in fitting for count in manifest.multiprocessors})
@@ -203,8 +205,6 @@ class KeptKernels:
             reason = f"Kernels are kept with the model for {others}, this GPU is {gpu.architecture}"
         elif not fitting:
             releases = ", ".join(sorted({".".join(map(str, manifest.release)) for manifest in kept}))
-            takes = ".".join(map(str, gpu.driver_cuda))
-            command += f" --cuda {takes}"
             reason = (
                 f"The kernels that are kept with the model for {gpu.architecture} were compiled by CUDA {releases}, "
                 f"and the driver takes CUDA {takes}"
@@ -223,4 +223,5 @@ class KeptKernels:
             )
         else:
             reason = f"The kernels that are kept with the model for {gpu.architecture} lack {name}"
-        return f"{reason}. Where there is a compiler: {command}"
+        older = f" --cuda {takes}" if 0 < gpu.driver_cuda[0] < MAJORS[0] else ""
+        return f"{reason}. Where there is a compiler: {command}{older}"

@@ -16,7 +16,7 @@ from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.gpu import find_gpu
 
 #: The major releases of CUDA whose compiler is looked for, the newest first.
-_MAJORS = (13, 12)
+MAJORS = (13, 12)
 
 
 class Compiled(NamedTuple):
@@ -121,12 +121,14 @@ def find_nvrtc(release: tuple[int, int] | None = None) -> Nvrtc:
         assert release is not None
         raise MissingDependencyError(
             f"NVRTC of CUDA {_spelled(release)} was not found, only of {others}. Install it with: pip install "
-            f"'{_package(release[0])}=={_spelled(release)}.*'"
+            f"{_wheel(release)}"
         )
     broken = next((each for each in reasons if "cannot open shared object" not in each), "")
-    package = _package(release[0] if release else _MAJORS[0])
+    if release is None and (gpu := find_gpu()) is not None and gpu.driver_cuda[0] < MAJORS[0]:
+        release = gpu.driver_cuda
     raise MissingDependencyError(
-        f"The library NVRTC was not found{f' ({broken})' if broken else ''}. Install it with: pip install {package}"
+        f"The library NVRTC was not found{f' ({broken})' if broken else ''}. Install it with: pip install "
+        f"{_wheel(release)}"
     )
 
 
@@ -145,7 +147,7 @@ def toolkit_roots() -> list[Path]:
 def _libraries() -> list[str]:
     """Paths of what may be NVRTC, the preferred first; at last names that the system's loader may know."""
     gpu = find_gpu()
-    majors = sorted(_MAJORS, key=lambda major: gpu is not None and major > gpu.driver_cuda[0])
+    majors = sorted(MAJORS, key=lambda major: gpu is not None and major > gpu.driver_cuda[0])
     wheels = {13: "cu13/lib/libnvrtc.so.13", 12: "cuda_nvrtc/lib/libnvrtc.so.12"}
     places = [root / wheels[major] for major in majors for root in wheel_folders()]
     for root in toolkit_roots():
@@ -164,8 +166,11 @@ def _loaded(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)
 
 
-def _package(major: int) -> str:
-    return "nvidia-cuda-nvrtc" if major >= 13 else f"nvidia-cuda-nvrtc-cu{major}"
+def _wheel(release: tuple[int, int] | None) -> str:
+    """What pip installs for a release of CUDA; None: the newest."""
+    if release is None:
+        return "nvidia-cuda-nvrtc"
+    return f"'nvidia-cuda-nvrtc{'' if release[0] >= 13 else f'-cu{release[0]}'}=={_spelled(release)}.*'"
 
 
 def _spelled(release: tuple[int, int]) -> str:

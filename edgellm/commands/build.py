@@ -189,8 +189,9 @@ def build(given: BuildOptions) -> None:
             report = add_targets(checkpoint, kernels, planned, cuda, display, given.all_plans)
     else:
         if checkpoint is None or engine_dir is None:
+            alone = f"; {checkpoint} is no engine directory" if checkpoint is not None and targets else ""
             raise typer.BadParameter(
-                "expected CHECKPOINT and ENGINE_DIR, ENGINE_DIR with --target, or --refresh-plans ENGINE_DIR"
+                f"expected CHECKPOINT and ENGINE_DIR, ENGINE_DIR with --target, or --refresh-plans ENGINE_DIR{alone}"
             )
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
@@ -208,9 +209,9 @@ def build(given: BuildOptions) -> None:
             mmproj = NO_ENCODER
         asked = given.arguments_of(AskedLimits) | ({"has_draft": False} if given.no_mtp else {})
         with (
+            progress_display() as display,
             checkpoint_folder(checkpoint, given.tokenizer, mmproj) as folder,
             draft_folder(draft) as draft_checkpoint,
-            progress_display() as display,
         ):
             report = build_engine_directory(
                 folder,
@@ -316,7 +317,8 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     is_link = report.weights == "link"
     own = sum(plan.size for plan in report.plans) + report.published_bytes + report.made_bytes
     own += sum(built.manifest.size for built in report.kernels)
-    total = f"  {'total on disk':<42}{mebibytes(own + (0 if is_link else report.weight_bytes)):>13}"
+    said = "total on disk" if report.weight_bytes else "added on disk"
+    total = f"  {said:<42}{mebibytes(own + (0 if is_link else report.weight_bytes)):>13}"
     yield total + (f"    (beside {mebibytes(report.weight_bytes)} of linked weights)" if is_link else "")
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items() if seconds >= 0.05)
     yield f"  {'time':<42}{report.total_seconds:9.1f} s" + (f"    ({stages})" if stages else "")

@@ -163,7 +163,7 @@ def _pycuda() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     if importlib.util.find_spec("pycuda") is None:
-        return "not installed (pip install '.[gpu]' in EdgeLLM's checkout)"
+        return "not installed (pip install '.[gpu]' in EdgeLLM's checkout, on JetPack 6 '.[jetpack6]')"
     try:
         return version("pycuda")
     except PackageNotFoundError:

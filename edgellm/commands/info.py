@@ -347,7 +347,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for number, text in enumerate(descriptions.executors_in_words(found)):
             yield "" if number else capability, text
     for platform in facts["plans"]:
-        needless = f" and {platform['needless']} that kernels make needless" if platform["needless"] else ""
+        needless = f" and {platform['needless']} for --executor tensorrt alone" if platform["needless"] else ""
         needed = f"{platform['plans']} of {platform['expected']}" if platform["expected"] else "none needed"
         there = f"{needed}{needless}, {mebibytes(platform['bytes'])}, {platform['state']}"
         yield "plans", f"{platform['platform']}: {there}"

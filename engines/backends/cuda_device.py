@@ -128,8 +128,8 @@ class CudaDevice:
             import pycuda.driver as cuda
         except ImportError as error:
             raise MissingDependencyError(
-                f"pycuda does not load ({error}). Install it with pip install '.[gpu]' in EdgeLLM's checkout, or use "
-                "--backend numpy."
+                f"pycuda does not load ({error}). Install it with pip install '.[gpu]' in EdgeLLM's checkout, on "
+                "JetPack 6 '.[jetpack6]', or use --backend numpy."
             ) from error
         gpu = find_gpu(index)
         try:

@@ -269,7 +269,10 @@ def check_places(source: Path, target: Path, force: bool) -> None:
     if not (target / DESCRIPTION_NAME).is_file():
         raise BuildError(f"{target} exists and is not an engine directory: name another place, or remove it yourself")
     if not force:
-        raise BuildError(f"{target} exists: --force replaces it, --refresh-plans gives it the plans that it lacks")
+        raise BuildError(
+            f"{target} exists: --force replaces it; --refresh-plans gives it the plans that it lacks, and --target, "
+            "without the checkpoint, compiled kernels"
+        )
 
 
 def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...], str]:

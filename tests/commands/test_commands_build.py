@@ -70,7 +70,7 @@ def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Pat
         (("{checkpoint}", "{target}", "--target", "sm_87", "--cuda", "12.6"), 1, "pip install 'nvidia-cuda-nvrtc-cu12"),
         (("{checkpoint}", "{target}", "--target", "sm_87", "--cuda", "twelve"), 2, "a release of CUDA such as 12.6"),
         (("{checkpoint}", "{target}", "--cuda", "12.6"), 2, "name their GPUs with --target"),
-        (("{checkpoint}", "--target", "sm_87"), 2, "ENGINE_DIR with --target"),
+        (("{checkpoint}", "--target", "sm_87"), 2, "is no engine directory"),
         (("{checkpoint}", "{target}", "--weights", "move"), 1, "--weights is 'move'"),
         (("{checkpoint}", "{target}", "--max-batch", "two"), 2, "--max-batch"),
         (("{target}", "{target}2"), 1, "does not exist"),
@@ -118,6 +118,7 @@ def test_an_engine_directory_gets_more_targets(plain_directory: Path, compiled: 
     assert f"sm_87: {len(compiled)} compiled for 4, 8, 14, 16 multiprocessors by CUDA 12.6" in result.output
     assert "  sm_87       kernels: base decode 1; base prefill 16\n" in result.output
     assert "none are needed: kernels run every step" in result.output
+    assert "added on disk" in result.output and "total on disk" not in result.output
     assert "kernels: done" in result.output
     for more in (["--kv-capacity", "64"], ["--force"], ["--weights", "link"], ["--no-try"]):
         refused = CliRunner().invoke(create_app(), ["build", str(plain_directory), "--target", "sm_87", *more])

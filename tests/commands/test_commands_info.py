@@ -78,7 +78,7 @@ def test_layers_of_several_kinds(
 def test_text_names_what_matters(built_directory: Path) -> None:
     result = info(built_directory)
     assert result.exit_code == 0, result.output
-    plans = "none needed and 4 that kernels make needless"
+    plans = "none needed and 4 for --executor tensorrt alone"
     for words in ("llama", "float16", "context 128", "end of sequence 1", "sm_86-rtx-", plans, "KV caches"):
         assert words in result.stdout
 

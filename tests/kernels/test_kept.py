@@ -189,6 +189,19 @@ def test_without_a_compiler_a_refusal_names_what_makes_it(
         compiling.wait()
 
 
+@pytest.mark.parametrize(
+    ("multiprocessors", "wanted", "boards"), [(6, source(), ":6"), (8, source("new"), ""), (8, source(text="//"), "")]
+)
+def test_what_makes_kernels_for_an_older_driver_names_its_release(
+    tmp_path: Path, without_compiler: None, multiprocessors: int, wanted: ModuleSource, boards: str
+) -> None:
+    """A compiler of CUDA 13 beside it would make what JetPack 6's driver refuses."""
+    folders = [write(tmp_path, [source("other")], (13, 0)), write(tmp_path, [source("old")], (12, 6))]
+    kept = KeptKernels(gpu(multiprocessors, (12, 6)), folders, COMMAND)
+    with pytest.raises(MissingDependencyError, match=rf": {COMMAND}{boards} --cuda 12\.6\. Here"):
+        Compilations("sm_87", kept).module(wanted)
+
+
 def test_without_a_compiler_and_kept_kernels_the_compiler_is_named(without_compiler: None) -> None:
     with pytest.raises(MissingDependencyError, match=r"^The library NVRTC was not found$"):
         Compilations("sm_87", KeptKernels(gpu())).module(source())

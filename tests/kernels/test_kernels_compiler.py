@@ -19,6 +19,7 @@ from edgellm.kernels.compiler import (
 )
 from edgellm.kernels.decode.linear import linear_kernel
 from edgellm.kernels.errors import KernelError, MissingDependencyError
+from edgellm.kernels.gpu import absent_gpu
 from tools.deploy.kernel_modules import (
     decode_sources,
     encoder_sources,
@@ -209,6 +210,8 @@ def test_missing_headers_name_the_wheel(monkeypatch):
     monkeypatch.setattr(compiler, "toolkit_roots", list)
     with pytest.raises(MissingDependencyError, match="pip install nvidia-cuda-runtime nvidia-cuda-cccl"):
         compile_module(small("#include <cuda_fp16.h>\n"), "sm_90")
+    with pytest.raises(MissingDependencyError, match="nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12"):
+        find_headers(12)
 
 
 def test_missing_companion_headers_name_their_wheel(monkeypatch):
@@ -226,8 +229,18 @@ def without_libraries(monkeypatch) -> None:
 
 
 def test_a_missing_compiler_names_the_wheel(without_libraries):
-    with pytest.raises(MissingDependencyError, match=r"not found.*: pip install nvidia-cuda-nvrtc-cu12"):
+    with pytest.raises(MissingDependencyError, match=r"not found.*: pip install 'nvidia-cuda-nvrtc-cu12==12\.6\.\*'"):
         nvrtc.find_nvrtc((12, 6))
+
+
+@pytest.mark.parametrize(
+    ("driver", "wheel"), [((12, 6), r"'nvidia-cuda-nvrtc-cu12==12\.6\.\*'"), ((13, 1), "nvidia-cuda-nvrtc$")]
+)
+def test_a_missing_compiler_is_that_of_the_driver(without_libraries, monkeypatch, driver, wheel):
+    """JetPack 6's driver loads no kernels of CUDA 13."""
+    monkeypatch.setattr(nvrtc, "find_gpu", lambda: replace(absent_gpu("sm_87", 8, 163 << 10), driver_cuda=driver))
+    with pytest.raises(MissingDependencyError, match=f"pip install {wheel}"):
+        nvrtc.find_nvrtc()
 
 
 def test_what_was_kept_needs_no_compiler(cache, monkeypatch, request):

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 from golden_files import golden_folder
+from golden_vision import NAMES, golden_config
 from safetensors import safe_open
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.drafts import read_draft
+from edgellm.engines.families.vision_encoders import vision_program
 from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.draft_decoder import draft_program
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -56,6 +58,47 @@ TEXTS = {
     "smollm3_interval": "5942f5381f1df6b2",
     "smollm3_list_tied": "922c01dbf384e875",
 }
+#: Of families that came later, as they were on 2026-11-29.
+LATER_TEXTS = {
+    "cwm_window_5": "bf528dae0cc2b962",
+    "ernie4_5": "1f5ecc44b0df3c89",
+    "exaone4": "5598c8eda37a986b",
+    "gemma2": "65254690dcfdf615",
+    "gemma3": "98246c6a543bc378",
+    "gemma3_old_layout": "1b492d1e32403e1f",
+    "gemma4": "cc0e270019f5a20e",
+    "gemma4_plain": "a8ec6e15c56e195f",
+    "gemma4_unified": "886ba29730994389",
+    "gpt_oss": "3ea17fd02d235147",
+    "granite4": "1e7a908000c5884a",
+    "granite4_hybrid": "a0aea45f0a02a85b",
+    "granite4_moe": "7caef62974e6a591",
+    "granitemoe": "1c3fb446178d3af0",
+    "hunyuan": "6bb484ad30c75746",
+    "lfm2": "dc58f20b18a78976",
+    "lfm2_biases_wide": "c77bb88f37ac613a",
+    "lfm2_moe": "706651aec79d5ffe",
+    "minicpm": "43e3a0d871061cbd",
+    "ministral3_far": "6405d15401d0f873",
+    "mistral_window_5": "bf528dae0cc2b962",
+    "nemotron_h": "ecd447f2b2fdc9f4",
+    "nemotron_h_latent": "33edcd4d8a72053f",
+    "nemotron_h_moe": "7a7c36c0841166de",
+    "olmo2": "d801448087a87b87",
+    "olmo2_multi_head_biases": "7ad3a164a5336843",
+    "olmo3": "efa5cb5cef86aa92",
+    "olmoe": "de91f12a9f7b3bf1",
+    "phi3_longrope_long": "37ee14d1a16cb7dd",
+    "phi3_longrope_short": "37ee14d1a16cb7dd",
+    "phi3_window_7": "6ba992596c6481af",
+    "qwen2_window_7": "a7ef769d8e5a884a",
+    "qwen3_5_moe_text": "77fc1c6f3fe52729",
+    "qwen3_5_text": "9cb81aadd1731d62",
+    "qwen3_5_text_narrow": "bc7d6752a6046164",
+    "qwen3_5_tied": "6f2032c231cc3af1",
+    "qwen3_moe": "a46fa6af4576714c",
+    "starcoder2": "4053a380a8826117",
+}
 #: Of the programs of draft heads.
 DRAFT_TEXTS = {
     "eagle1": "fabf1a76669732a2",
@@ -65,6 +108,20 @@ DRAFT_TEXTS = {
     "eagle3_named_layers": "1d688cd5b1a989f0",
     "eagle3_norm_before_fc": "984e1ea97a9cc62d",
     "eagle3_speculators": "d99cd260ee67243e",
+}
+#: Of the programs of encoders, as they were then.
+ENCODER_TEXTS = {
+    "llava_clip": "0850c4093c4c76c5",
+    "llava_clip_two_layers": "72029511732d57c1",
+    "llava_siglip": "52f0198bb5c668cf",
+    "llava_siglip_without_head": "52f0198bb5c668cf",
+    "mistral3": "375766c90dc8abac",
+    "mistral3_earlier_layer": "2760ca624912e1e6",
+    "qwen2_5_vl": "12b9696f374a2d70",
+    "qwen2_5_vl_old_layout": "67551c7e40449f4c",
+    "qwen3_5": "145e634912975dd5",
+    "qwen3_vl": "f5dd8b8f11f9abb2",
+    "qwen3_vl_one_deepstack": "3d2a512a0a189bb0",
 }
 
 
@@ -76,9 +133,13 @@ def text_digest(name: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", TEXTS | LATER_TEXTS)
 def test_the_programs_of_a_family_print_as_in_earlier_releases(name: str) -> None:
-    assert text_digest(name) == TEXTS[name]
+    assert text_digest(name) == (TEXTS | LATER_TEXTS)[name]
+
+
+def test_no_family_is_left_out() -> None:
+    assert {path.name for path in GOLDENS.iterdir() if path.is_dir()} == TEXTS.keys() | LATER_TEXTS.keys()
 
 
 @pytest.mark.parametrize("name", DRAFT_TEXTS)
@@ -91,6 +152,12 @@ def test_the_programs_of_a_draft_head_print_as_in_earlier_releases(name: str) ->
     shapes = [shape for shape in EngineLimits(2, 16, 48, 3, 3, 8).engine_shapes() if shape.model == "draft"]
     text = "\n".join(str(draft_program(config, shape)) for shape in shapes)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == DRAFT_TEXTS[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_programs_of_an_encoder_print_as_they_did(name: str) -> None:
+    program = vision_program(golden_config(name), EngineShape("encode", 1, 64, 64, 64, model="vision"))
+    assert hashlib.sha256(str(program).encode()).hexdigest()[:16] == ENCODER_TEXTS[name]
 
 
 def test_what_came_later_prints_where_it_is_used() -> None:
