@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -237,7 +237,7 @@ def with_experts(program: Program, arrays: Mapping[str, np.ndarray]) -> dict[str
     found = {}
     for spec in (own for own in program.weights.values() if own.experts):
         parts = np.split(arrays[spec.name], np.cumsum([size[0] for _, size in spec.parts])[:-1])
-        found[spec.name] = ExpertMatrices(spec, [(part, "float32") for part in parts])
+        found[spec.name] = ExpertMatrices(spec, [(partial(np.asarray, part), "float32") for part in parts])
     return found
 
 
