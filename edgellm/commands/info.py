@@ -18,6 +18,7 @@ from edgellm.commands.table import option, takes_options
 from edgellm.engines.backends import plan_files
 from edgellm.engines.backends.device_layouts import PackedLayouts, gpu_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.backends.rank_weights import RankWeights
 from edgellm.engines.building.needed_kernels import planned_engines
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
@@ -38,6 +39,7 @@ from edgellm.engines.model.states import decoder_states
 from edgellm.hub.inventory import existing_directory, gguf_file
 from edgellm.kernels.gpu import choose_gpu, find_gpu
 from edgellm.kernels.kept import read_manifest
+from edgellm.kernels.ranks.launcher import MOST_RANKS
 from edgellm.multimodal.vision_runner import vision_memory
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.snapshots.preempted_rows import KEPT_ROWS, PREEMPTION_BUDGET
@@ -48,6 +50,7 @@ from edgellm.tool_calls.formats import checkpoint_format
 class InfoOptions(ModelOptions, GPUOption):
     verify: bool = option("Hash every file; exit with 1 on any difference.")
     as_json: bool = option("Print one JSON object.", "--json")
+    gpus: int = option("Say what each of so many GPUs needs that share the model.", default=1, least=1, most=MOST_RANKS)
 
 
 @takes_options
@@ -57,17 +60,18 @@ def info(given: InfoOptions) -> None:
     Example: edgellm info robot --verify
     """
     choose_gpu(given.gpu)
-    facts = directory_facts(existing_directory(given.chosen_model() or SHIPPED_MODEL), given.verify)
+    facts = directory_facts(existing_directory(given.chosen_model() or SHIPPED_MODEL), given.verify, given.gpus)
     typer.echo(json.dumps(facts, indent=2) if given.as_json else "\n".join(fact_lines(facts)))
     if facts["differences"]:
         raise typer.Exit(1)
 
 
-def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
+def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
     """All that there is to say, as JSON values; sizes in bytes.
 
     `differences` lists what is not as described: with `verify` every file and plan is hashed, without it weights only
-    where their digest is remembered. Raises EngineDirectoryError for a directory that cannot be described at all.
+    where their digest is remembered. Raises EngineDirectoryError for a directory that cannot be described at all,
+    EngineError that names what of it so many `gpus` cannot share.
     """
     directory = EngineDirectory.read(path)
     config, limits, draft, vision = directory.config, directory.limits, directory.draft, directory.vision
@@ -87,6 +91,16 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         encoders |= vision_memory(vision.config, limits.image_rows, computed, video_tokens=directory.video_tokens)
     draft_config = None if draft is None else draft.config
     state = recurrent_bytes(decoder_states(config), 1)  # of one place of a text
+    memory = plan_memory(
+        config,
+        limits,
+        decoder_weights(config),
+        computed,
+        packed_memory(directory.models, layouts, directory.dtype) | planned,
+        draft=draft_config,
+        adapters=limits.has_lora,
+        vision_memory=encoders,
+    )
     if verify:
         differences += [problem for platform in platforms for problem in platform["problems"]]
     facts: dict[str, Any] = {
@@ -111,16 +125,8 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "packed": packed,
         "gpu_refusal": refusal,
         "heads": _head_facts(directory),
-        "memory": plan_memory(
-            config,
-            limits,
-            decoder_weights(config),
-            computed,
-            packed_memory(directory.models, layouts, directory.dtype) | planned,
-            draft=draft_config,
-            adapters=limits.has_lora,
-            vision_memory=encoders,
-        ).items,
+        "memory": memory.items,
+        "memory_by_gpu": [],
         "float32_weights": sum(weight_bytes(spec, "float32") for spec in decoder_weights(config)),
         "host_memory": {
             KEPT_ROWS: PREEMPTION_BUDGET,
@@ -130,6 +136,10 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "verified": verify,
         "differences": differences,
     }
+    if gpus > 1 and refusal is None and not differences:
+        parts = RankWeights(directory, gpus, layouts.get("base", {}))
+        scratch = memory.items.get("engine scratch", 0)  # at most: each has narrower layers
+        facts["memory_by_gpu"] = [parts.plan(rank, memory, scratch).items for rank in range(gpus)]
     if draft is not None:
         facts["draft"] = _part_facts(draft.config, draft.files)
     if vision is not None:
@@ -370,6 +380,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
     where = "on the NumPy backend, which makes float32 of the weights" if facts["gpu_refusal"] else "on a GPU"
     yield "memory", f"{mebibytes(sum(facts['memory'].values()))} {where}: {parts}"
+    if shares := facts["memory_by_gpu"]:
+        yield "", f"of {len(shares)} GPUs: {', '.join(mebibytes(sum(own.values())) for own in shares)}"
     if facts["packed"] and not facts["gpu_refusal"]:
         yield "", f"on the NumPy backend, which makes float32 of them, weights {mebibytes(facts['float32_weights'])}"
     host = facts["host_memory"]

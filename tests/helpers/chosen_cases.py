@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,21 +45,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _share_models(count: int) -> None:
-    from edgellm import opened_model
+    from edgellm.engines.backends import opening
     from edgellm.engines.errors import EngineError
 
-    opened = opened_model.open_backend
+    opened = opening.open_backend
 
-    def shared(*given: Any) -> Any:
-        """As `open_backend`, whose last argument is how many GPUs there are."""
+    def shared(name: str, directory: Any, *others: Any, gpus: int = 1, **named: Any) -> Any:
+        """As `open_backend`, with as many GPUs."""
+        gpus = others[2] if len(others) > 2 else gpus
+        wanted = max(count, gpus) if directory.models.get("base") is not None else gpus
         try:
-            return opened(*given[:-1], max(count, given[-1]))
+            return opened(name, directory, *others[:2], gpus=wanted, **named)
         except EngineError as error:
             if "shared" not in str(error):
                 raise
-            return opened(*given)
+            return opened(name, directory, *others[:2], gpus=gpus, **named)
 
-    opened_model.open_backend = shared
+    for module in [each for each in sys.modules.values() if vars(each).get("open_backend") is opened]:
+        module.open_backend = shared  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(optionalhook=True)

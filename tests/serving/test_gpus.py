@@ -179,3 +179,19 @@ def test_figures_say_how_many_gpus_gave_them(edgellm: Edgellm, tmp_path: Path) -
     page, plot = ((tmp_path / "own" / name).read_text() for name in ("report.md", "speed.svg"))
     assert "numpy backend with 2 GPUs" in page and "As one GPU would take it; 2 have parts of it." in page
     assert "numpy backend with 2 GPUs" in plot
+
+
+def test_memory_of_each_gpu_is_said_before_there_are_any(edgellm: Edgellm) -> None:
+    """And what cannot be shared."""
+    code, said, _ = edgellm("info", SHIPPED_MODEL, "--gpus", 2, "--json")
+    facts = json.loads(said)
+    first, second = facts["memory_by_gpu"]
+    assert code == 0 and {item for item in first if item not in second} > {"draft weights", "vision weights"}
+    for own in (first, second):
+        assert 2 * own["KV caches"] == facts["memory"]["KV caches"]
+        assert 0.4 < own["weights"] / facts["memory"]["weights"] < 0.6
+    told = [f"{sum(own.values()) / 2**20:,.1f} MiB" for own in (first, second)]
+    assert f"of 2 GPUs: {told[0]}, {told[1]}\n" in edgellm("info", SHIPPED_MODEL, "--gpus", 2)[1]
+    assert "of 1 GPU" not in edgellm("info", SHIPPED_MODEL)[1]
+    code, _, told_why = edgellm("info", SHIPPED_MODEL, "--gpus", 4)
+    assert code == 1 and "the 6 query heads of layer 0 cannot be shared equally by 4 GPUs" in told_why
