@@ -58,7 +58,7 @@ class CudaRanks(CudaBackend):
         they cannot share."""
         count = len(gpus)
         if count > MOST_RANKS:
-            raise EngineError(f"gpus is {count}: up to {MOST_RANKS} GPUs share a model")
+            raise EngineError(f"gpus is {count}: up to {MOST_RANKS} GPUs share a model. Take so many, or fewer")
         if executor != "auto":
             raise EngineError(f"several GPUs share what kernels run: take the executor auto, not {executor}")
         #: Of the base's weights, what each rank has; it refuses what cannot be shared.

@@ -58,9 +58,9 @@ def rank_gpus(first: int | None, count: int) -> tuple[int, ...]:
     ]
     if len(alike) < count:
         shown = ", ".join(f"{gpu.index} ({gpu.name}, {gpu.compute_capability})" for gpu in visible_gpus()) or "none"
-        where = "" if first is None else f" from GPU {first} on"
+        where, are = "" if first is None else f" from GPU {first} on", "is" if len(alike) == 1 else "are"
         raise EngineError(
-            f"gpus is {count}, and{where} there are {len(alike)} GPUs of one kind: the driver shows {shown}. Take as "
-            "many as there are, or --backend numpy"
+            f"gpus is {count}, and{where} there {are} {len(alike)} of one kind: the driver shows {shown}. Take as many "
+            "as there are, or --backend numpy"
         )
     return tuple(alike[:count])

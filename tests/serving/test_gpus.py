@@ -14,6 +14,7 @@ from tiny_families import MIXTURES, ONE_GROUP, RECURRENT
 
 from edgellm import LLM, DraftingConfig, Request, SamplingParams
 from edgellm.device.proof import compared_tokens
+from edgellm.engines.backends import opening
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -21,6 +22,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
 from edgellm.errors import RequestError
+from edgellm.kernels.gpu import absent_gpu
 from edgellm.opened_model import SHIPPED_MODEL
 from tests.helpers.command_line import Edgellm
 
@@ -164,7 +166,7 @@ def test_gpus_are_asked_for_on_the_command_line_and_by_the_backend(edgellm: Edge
     assert told.endswith("that divides them, or is a multiple of them")
     code, said, _ = edgellm(*arguments, "--gpus", 6)  # such as this one, of as many query heads
     assert code == 0 and said.strip()
-    with pytest.raises(EngineError, match=r"gpus is 64, and there are \d+ GPUs of one kind: the driver shows"):
+    with pytest.raises(EngineError, match=r"gpus is 64, and there (is|are) \d+ of one kind: the driver shows"):
         open_backend("tensorrt", EngineDirectory.open(SHIPPED_MODEL), gpus=64)
 
 
@@ -195,3 +197,23 @@ def test_memory_of_each_gpu_is_said_before_there_are_any(edgellm: Edgellm) -> No
     assert "of 1 GPU" not in edgellm("info", SHIPPED_MODEL)[1]
     code, _, told_why = edgellm("info", SHIPPED_MODEL, "--gpus", 4)
     assert code == 1 and "the 6 query heads of layer 0 cannot be shared equally by 4 GPUs" in told_why
+
+
+def test_gpus_of_one_kind_are_taken_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what they cannot share is refused before one of them is opened."""
+    kinds = [f"sm_{number}" for number in (90, 89, *[90] * 8)]
+    shown = [replace(absent_gpu(kind, 8, 1 << 17), index=index) for index, kind in enumerate(kinds)]
+    monkeypatch.setattr(opening, "visible_gpus", lambda: tuple(shown))
+    monkeypatch.setattr(opening, "find_gpu", lambda index: shown[index or 0])
+    assert opening.rank_gpus(None, 3) == (0, 2, 3) and opening.rank_gpus(4, 2) == (4, 5)
+    with pytest.raises(
+        EngineError, match=r"gpus is 2, and from GPU 1 on there is 1 of one kind: the driver shows 0 \("
+    ):
+        opening.rank_gpus(1, 2)
+    for executor, count, reason in (
+        ("tensorrt", 2, "several GPUs share what kernels run: take the executor auto, not tensorrt"),
+        ("auto", 9, r"gpus is 9: up to 8 GPUs share a model\. Take so many, or fewer"),
+        ("auto", 4, "the 6 query heads of layer 0 cannot be shared equally by 4 GPUs"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            open_backend("tensorrt", EngineDirectory.open(SHIPPED_MODEL), executor, gpus=count)
