@@ -217,3 +217,21 @@ def test_gpus_of_one_kind_are_taken_in_their_order(monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(EngineError, match=reason):
             open_backend("tensorrt", EngineDirectory.open(SHIPPED_MODEL), executor, gpus=count)
+
+
+def test_structure_adapters_and_priorities_are_those_of_one(one: LLM, two: LLM) -> None:
+    """What is urgent takes the place of what then goes on as it would have."""
+    found, schema = [], {"type": "object", "properties": {"a": {"enum": ["x", 7]}}, "additionalProperties": False}
+    for llm in (one, two):
+        low = llm.stream(PROMPTS[0], replace(DRAWN, max_tokens=60))
+        next(iter(low))
+        urgent = llm.submit(Request(PROMPTS[1], params=GREEDY, priority=5)).result()
+        gone_on = low.result()
+        assert gone_on.timings.preempted_seconds > 0
+        others = [
+            llm.generate(PROMPTS[2], SamplingParams(max_tokens=40), structure=schema),
+            *(llm.generate(PROMPTS[0], GREEDY, adapter=name) for name in ("json", "pirate")),
+        ]
+        assert others[0].structure_complete and others[1].token_ids != others[2].token_ids
+        found.append([list(each.token_ids) for each in (urgent, gone_on, *others)])
+    assert found[0] == found[1]

@@ -55,6 +55,18 @@ def enqueue(engine):
 
 NumpyEngine.enqueue = enqueue
 """,
+    "ranks": """
+import os
+from edgellm.engines.backends.ranks import Exchange
+take = Exchange.all
+
+def all_but_one(exchange, rank, turn, own):
+    if rank == 1 and os.path.exists(os.environ["LOST"]):
+        raise MemoryError()
+    return take(exchange, rank, turn, own)
+
+Exchange.all = all_but_one
+""",
     "tensorrt": LAUNCHING
     + """
 import os
@@ -161,13 +173,16 @@ def test_a_server_whose_device_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-def test_the_process_ends_with_an_exit_code_of_its_own(tmp_path: Path, backend: str) -> None:
-    """What streams ends with an error, what waits is told that another server may know, and systemd starts it anew."""
-    (tmp_path / "sitecustomize.py").write_text(FAILING[backend])
+@pytest.mark.parametrize("failing", ["numpy", "ranks", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+def test_the_process_ends_with_an_exit_code_of_its_own(tmp_path: Path, failing: str) -> None:
+    """What streams ends with an error, what waits is told that another server may know, and systemd starts it anew. So
+    where one of several fails in the midst of a sum."""
+    (tmp_path / "sitecustomize.py").write_text(FAILING[failing])
+    backend, gpus = ("numpy", 2) if failing == "ranks" else (failing, 1)
+    reason = "rank 1 of 2 failed: MemoryError. " if failing == "ranks" else "the GPU has failed (CUDA_ERROR_"
     lost = tmp_path / "lost"
     environment = first_in_path(tmp_path) | {"LOST": str(lost)}
-    server = ServerProcess("--backend", backend, environment=environment)
+    server = ServerProcess("--backend", backend, "--gpus", str(gpus), environment=environment)
     try:
         server.wait_until_ready()
         fields = {"ignore_eos": True, "max_tokens": 700}
@@ -179,12 +194,12 @@ def test_the_process_ends_with_an_exit_code_of_its_own(tmp_path: Path, backend: 
         lost.touch()
         if backend == "numpy":
             said = begun + read_to_end(streaming)
-            assert b'"error"' in said and b"the GPU has failed (CUDA_ERROR_" in said
+            assert b'"error"' in said and reason.encode() in said
         else:
             waiting = server.stream(**fields)
         assert read_to_end(waiting).startswith(b"HTTP/1.1 503")
         assert server.process.wait(20) == DEVICE_LOST
-        wait_for(lambda: "error: the GPU has failed (CUDA_ERROR_" in server.said)
+        wait_for(lambda: f"error: {reason}" in server.said)
     finally:
         server.process.kill()
         server.process.wait()
