@@ -9,9 +9,12 @@ from random import Random
 
 import numpy as np
 import pytest
+from gguf_encoders import tokenizer_keys
+from gguf_models import write_model
 
 from edgellm import LLM
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.published_quality import as_checkpoint
 from tools.heads.answers import Share, answer_side_by_side, build_engines, read_documents, user_turn
 from tools.heads.prompts import MOST, held_out_runs, main, select
 from tools.heads.settings import Asking
@@ -99,3 +102,15 @@ def test_the_user_turn_ends_where_the_text_begins(answered: Path) -> None:
     tokenizer = Tokenizer.from_directory(answered / "base")
     ids = user_turn(tokenizer, "")
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>user\n"
+
+
+def test_the_checkpoint_of_a_file_is_of_its_own_family(answered: Path, tmp_path: Path) -> None:
+    """A head's base in GGUF is opened by PyTorch as this: here of Qwen3's family, whose answers are the file's."""
+    file = write_model(answered / "base", tmp_path / "base.gguf", tokenizer_keys(answered / "base"))
+    as_checkpoint(file, tmp_path / "made", False)
+    build_engines(tmp_path / "made", tmp_path / "engines", Asking(answer_tokens=8, prompt_tokens=100))
+    prompt, found = user_turn(Tokenizer.from_directory(answered / "base"), ""), []
+    for model, more in ((file, {"build": {"kv_capacity": 128}}), (tmp_path / "engines", {})):
+        with LLM(model, backend="numpy", drafting=None, **more) as llm:
+            found.append(llm.generate(prompt, temperature=0.0, max_tokens=8).token_ids)
+    assert found[0] == found[1]
