@@ -77,7 +77,7 @@ def as_checkpoint(file: Path, folder: Path, moved: bool) -> None:
         for each in opened.glob("tokenizer*.json"):
             shutil.copy(each, folder)
         config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        config["architectures"] = [FAMILIES[config["model_type"]].architecture]  # by which llama.cpp's converter knows it
+        config["architectures"] = [FAMILIES[config["model_type"]].architecture]  # llama.cpp's converter asks for it
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
