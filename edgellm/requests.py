@@ -184,10 +184,7 @@ class Request:
         """
         check_choices(params, adapter)
         given: dict[str, Any] = {**options}
-        known = (*_SAMPLING, *cls.__dataclass_fields__)
-        for name in given:
-            if name not in known:
-                raise TypeError(f"unknown keyword argument {name!r}{did_you_mean(name, known)}")
+        check_keywords(given, (*_SAMPLING, *cls.__dataclass_fields__))
         if sampling := {name: given.pop(name) for name in _SAMPLING if name in given}:
             params = replace(params or SamplingParams(), **sampling)
         if isinstance(messages, str):
@@ -247,6 +244,13 @@ def check_choices(params: Any, adapter: Any) -> None:
     """Raise RequestError for what are no sampling parameters, or no name of an adapter."""
     require_kind(isinstance(params, (SamplingParams, type(None))), "params", params, "SamplingParams(...), or None")
     require_kind(isinstance(adapter, (str, type(None))), "adapter", adapter, "a LoRA adapter's name, or None")
+
+
+def check_keywords(given: Iterable[str], known: tuple[str, ...]) -> None:
+    """Raise TypeError for a keyword that is not known, as any call does."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"unknown keyword argument {name!r}{did_you_mean(name, known)}")
 
 
 def _check_prompt(prompt: Any) -> None:

@@ -33,7 +33,7 @@ class SpeechStream:
     ) -> None:
         """Samples have `rate` Hz; the others are those of `transcription_request`, `max_tokens` the most new ones of a
         call. Raises RequestError, AudioError for a wrong rate."""
-        require(is_whole(unfixed, 0), "unfixed", unfixed, "a whole number of tokens")
+        require(is_whole(unfixed, 0), "unfixed", unfixed, "a whole number of tokens, from 0 on")
         self._llm, self._prompt, self._unfixed, self._options = llm, prompt, unfixed, options
         self._family = llm.directory.config.family
         #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.

@@ -14,10 +14,10 @@ import numpy as np
 from PIL import Image
 
 from edgellm.engines.closing import Closing
-from edgellm.errors import EdgeLLMError, require, require_kind
+from edgellm.errors import EdgeLLMError, require
 from edgellm.media.camera import Camera, Frame
 from edgellm.multimodal.image_input import read_image
-from edgellm.requests import Request, RequestOptions, Response
+from edgellm.requests import Request, RequestOptions, Response, check_keywords
 from edgellm.sampling_params import SamplingParams, as_float
 from edgellm.snapshots.contents import common_beginning
 
@@ -98,6 +98,7 @@ class Watch(Closing, Iterator[WatchedAnswer]):
         **options: Unpack[WatchOptions],
     ) -> None:
         """`llm` is an `LLM`, whose module imports this one."""
+        check_keywords(options, tuple(WatchOptions.__annotations__))
         self._every, self._least_difference = options.pop("every", 0.0), options.pop("least_difference", 0.0)
         self._deadline, self._budget = options.pop("deadline", None), options.pop("latency_budget_ms", None)
         self._cancels, self._fixed = options.pop("cancels", False), options.pop("fixed", False)
@@ -241,8 +242,8 @@ class Watch(Closing, Iterator[WatchedAnswer]):
 
     def _first_token_seconds(self, pixels: np.ndarray, share: float, frame: Frame, question: str) -> float:
         """Seconds from a frame to the first token, the second time: the first one makes ready what the size needs."""
-        for number in range(2):
-            other = pixels ^ np.uint8(1 + number)  # which no cache knows
+        for _ in range(2):
+            other = pixels ^ np.random.default_rng().integers(4, size=pixels.shape, dtype=np.uint8)  # no cache knows it
             began = time.perf_counter()
             messages = self._messages(_scaled(other, share), frame, question)
             self._llm.chat(messages, self._params, self._adapter, **{**self._options, "max_tokens": 1})
@@ -268,7 +269,8 @@ def _scaled(pixels: np.ndarray, share: float) -> np.ndarray:
 
 def choosing(llm: Any, choice: Sequence[str]) -> dict[str, Any]:
     """The keywords under which an answer is one of these texts: its only token where each is one, else a structure."""
-    require_kind(isinstance(choice, (list, tuple)), "choice", choice, "a list of texts")
+    are_texts = isinstance(choice, (list, tuple)) and all(isinstance(each, str) for each in choice)
+    require(are_texts and len(choice) > 0, "choice", choice, "a list of texts, at least one")
     ids = [token for text in choice for token in llm.tokenizer.encode(text, add_special_tokens=False)]
     if [llm.tokenizer.decode([token]) for token in ids] == list(choice):
         return {"allowed_token_ids": ids, "max_tokens": 1}

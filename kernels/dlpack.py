@@ -40,6 +40,11 @@ _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
 _new = ctypes.pythonapi.PyCapsule_New
 _new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, _Deleter]
+#: Readers let go while an error is under way, too, as where they refuse what they were given; no other function can be
+#: called then. This one raises that error, where there is one, so that what has to be done is, behind `finally`. ctypes
+#: writes it to standard error; whoever called the reader may get a SystemError in its place.
+_raise_what_is_under_way = ctypes.pythonapi.PyErr_Occurred
+_raise_what_is_under_way.restype = ctypes.c_void_p
 
 #: What capsules under way need, by the address of their tensor: itself, its shape and strides, and the array.
 _under_way: dict[int, tuple[Any, ...]] = {}
@@ -48,14 +53,20 @@ _under_way: dict[int, tuple[Any, ...]] = {}
 @_Deleter
 def _delete(address: int) -> None:
     """The reader is done with a tensor; it may say so from any thread."""
-    _under_way.pop(address, None)
+    try:
+        _raise_what_is_under_way()
+    finally:
+        _under_way.pop(address, None)
 
 
 @_Deleter
 def _drop(capsule: int) -> None:
     """A capsule goes; where nobody has taken its tensor, that goes, too."""
-    if _is_valid(capsule, _NAME):
-        _delete(_pointer(capsule, _NAME))
+    try:
+        _raise_what_is_under_way()
+    finally:
+        if _is_valid(capsule, _NAME):
+            _delete(_pointer(capsule, _NAME))
 
 
 for _function in (_delete, _drop):  # readers may call them while Python is being taken apart

@@ -20,7 +20,7 @@ SOURCE_SAMPLES = 64_000_000
 #: By the tag of a WAV file's coding and its bits, how NumPy reads a sample; PCM of 24 bits by bytes.
 _CODINGS = {(1, 8): "u1", (1, 16): "<i2", (1, 24): "u1", (1, 32): "<i4", (3, 32): "<f4", (3, 64): "<f8"}
 _EXTENSIBLE = 0xFFFE
-_RAW = "raw samples a WAV header, or edgellm transcribe's --every and --rate"
+_RAW = "raw samples need a WAV header, or edgellm transcribe's --every and --rate"
 #: A resampling filter reaches over so many zeros of its sinc to either side, whose cutoff is this share of the lower
 #: rate's half; the Kaiser window (Kaiser 1974) of that beta leaves ripples of -90 dB. So many phases' weights are made
 #: at a time.
@@ -44,7 +44,7 @@ def heard(
     elif isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], np.ndarray):
         samples, rate = source
     else:
-        expected = "expected a path, the bytes of a file, or (samples, rate in Hz)"
+        expected = "expected a path, the bytes of a file, or (a NumPy array of samples, rate in Hz)"
         raise AudioError(f"a sound is a {type(source).__name__}: {expected}")
     if not isinstance(rate, (int, np.integer)) or rate not in RATES:
         raise AudioError(f"the rate is {shown(rate)} Hz: expected a whole number from {RATES[0]} to {RATES[-1]}")
@@ -129,7 +129,7 @@ def _decoded(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, i
     except (ImportError, OSError) as error:  # OSError: its library is missing
         raise AudioError(
             f"{what} is no WAV file of samples of 8 to 64 bits: FLAC and other kinds need the package soundfile "
-            f"(pip install soundfile), {_RAW}"
+            f"(pip install soundfile); {_RAW}"
         ) from error
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:

@@ -14,13 +14,13 @@ from edgellm.engines.errors import AudioError, ImageError
 SOURCE_BYTES = 64 * 2**20
 #: By kind of media, what is raised, and what errors call a piece of it.
 _FAILURES = {"image": ImageError, "audio": AudioError, "video": ImageError}
-_NOUNS = {"image": "image", "audio": "sound", "video": "video"}
+NOUNS = {"image": "image", "audio": "sound", "video": "video"}
 
 
 def file_bytes(path: Path, kind: str) -> bytes:
     """The bytes of a file of a `kind` of media. Raises the kind's error for what is no regular file, cannot be read, or
     is too large."""
-    failure, noun = _FAILURES[kind], _NOUNS[kind]
+    failure, noun = _FAILURES[kind], NOUNS[kind]
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a pipe would wait for its other end
@@ -50,7 +50,7 @@ def source_of_url(url: str, kind: str) -> Path | bytes:
 
     Raises the kind's error for other schemes, a malformed URL, and more data than it may have, before it is decoded.
     """
-    failure, noun = _FAILURES[kind], _NOUNS[kind]
+    failure, noun = _FAILURES[kind], NOUNS[kind]
     scheme = url[: url.find(":")].lower() if ":" in url else ""
     if scheme == "data":
         return _data(url, kind)
@@ -73,7 +73,7 @@ def source_of_url(url: str, kind: str) -> Path | bytes:
 
 
 def _data(url: str, kind: str) -> bytes:
-    failure, noun = _FAILURES[kind], _NOUNS[kind]
+    failure, noun = _FAILURES[kind], NOUNS[kind]
     head, comma, data = url.partition(",")
     if not comma:
         raise failure(f"the {noun}'s data: URL has no comma: expected data:{kind}/...;base64,...")

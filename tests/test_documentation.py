@@ -389,6 +389,7 @@ def test_the_units_are_those_that_systemd_takes(tmp_path: Path) -> None:
     (command,) = re.findall(r"^ExecStart=(.+)$", units["edgellm.service"], re.MULTILINE)
     program, *words = shlex.split(command)
     parse(words)
+    assert "%d" not in command  # which the systemd of JetPack 6 (249) does not know yet
     verify = shutil.which("systemd-analyze")
     if verify is None:
         pytest.skip("there is no systemd-analyze on this machine")

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from command_line import Edgellm
 from http_server import running
 from published_model import published_answers, published_file
 
 from edgellm import LLM, EdgeLLMError
+from edgellm.hub.directories import local_directory
 from tools.bench.published_tokens import compared
 
 SCHEMA = {
@@ -61,12 +63,14 @@ def test_the_server_gives_such_an_answer(gguf: Path) -> None:
 
 
 def test_what_its_weights_take_in_float32_is_planned_and_refused_early(
-    gguf: Path, monkeypatch: pytest.MonkeyPatch
+    edgellm: Edgellm, gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """134.5 million of them, 94 MiB in the file."""
+    """134.5 million of them, 94 MiB in the file; `info` says so where there is a directory."""
     monkeypatch.setattr("edgellm.engines.backends.numpy_backend.available_memory", lambda: 400 << 20)
     monkeypatch.setattr(
         "edgellm.engines.backends.numpy_backend.load_numpy_weights", lambda *_: pytest.fail("it was read")
     )
     with pytest.raises(EdgeLLMError, match=r"(?s)400 MiB are free.*weights +513\.1 MiB"):
         LLM(gguf, backend="numpy", build={"kv_capacity": 256})
+    out = edgellm("info", local_directory(gguf, build={"kv_capacity": 256}))[1]
+    assert "NumPy backend, which makes float32 of them, weights 513.1 MiB" in " ".join(out.split())

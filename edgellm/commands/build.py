@@ -209,9 +209,9 @@ def build(given: BuildOptions) -> None:
             mmproj = NO_ENCODER
         asked = given.arguments_of(AskedLimits) | ({"has_draft": False} if given.no_mtp else {})
         with (
+            progress_display() as display,
             checkpoint_folder(checkpoint, given.tokenizer, mmproj) as folder,
             draft_folder(draft) as draft_checkpoint,
-            progress_display() as display,
         ):
             report = build_engine_directory(
                 folder,

@@ -74,12 +74,12 @@ class ProgressDisplay:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` of a stage is done."""
-        is_new = stage not in self._stages
-        self._stages[stage] = (done, total)
+        before, now = self._stages.get(stage), (done, total)
+        self._stages[stage] = now
         if sys.stderr.isatty():
             running = [stage for stage, (done, total) in list(self._stages.items()) if done < total]
             status_line.show("   ".join(f"{stage} {self._bar(stage)}{self._amount(stage)}" for stage in running))
-        elif is_new or done >= total:
+        elif before is None or (done >= total and before != now):
             print(f"{stage}: done{self._amount(stage)}" if done >= total else f"{stage} ...", file=sys.stderr)
 
     def _bar(self, stage: str) -> str:
@@ -357,6 +357,7 @@ def show_logs(level: str = "warning", form: str = "text") -> None:
         logger.removeHandler(other)
     logger.addHandler(handler)
     logger.setLevel(level.upper())
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what the hub's library tries again stands in errors here
 
 
 def choose_logs(name: str, value: str | None) -> None:

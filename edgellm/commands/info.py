@@ -33,7 +33,7 @@ from edgellm.engines.formats.strict_formats import plain_values
 from edgellm.engines.model.config import POOLINGS, WeightSpec
 from edgellm.engines.model.decoder import as_published, decoder_weights, embedding_name, head_format, head_weight_name
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
+from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes, weight_bytes
 from edgellm.engines.model.states import decoder_states
 from edgellm.hub.inventory import existing_directory, gguf_file
 from edgellm.kernels.gpu import choose_gpu, find_gpu
@@ -121,6 +121,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             adapters=limits.has_lora,
             vision_memory=encoders,
         ).items,
+        "float32_weights": sum(weight_bytes(spec, "float32") for spec in decoder_weights(config)),
         "host_memory": {
             KEPT_ROWS: PREEMPTION_BUDGET,
             "token": token_bytes(config, limits, computed, draft_config),
@@ -369,6 +370,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
     where = "on the NumPy backend, which makes float32 of the weights" if facts["gpu_refusal"] else "on a GPU"
     yield "memory", f"{mebibytes(sum(facts['memory'].values()))} {where}: {parts}"
+    if facts["packed"] and not facts["gpu_refusal"]:
+        yield "", f"on the NumPy backend, which makes float32 of them, weights {mebibytes(facts['float32_weights'])}"
     host = facts["host_memory"]
     kept = [(KEPT_ROWS, f"{host[KEPT_ROWS] // host['token']:,} tokens")]
     if "state" in host:

@@ -28,7 +28,7 @@ class TranscribeOptions(
         "installed FLAC and others; '-' reads standard input.",
         metavar="[ENGINE_DIR] FILE|-",
         rich_help_panel="Arguments",
-        is_free=True,
+        may_be_path=True,
     )
     language: str | None = option("Code or name, as in en [default: the model finds out].", is_free=True)
     prompt: str | None = option("Names and words to expect.", metavar="TEXT", is_free=True)

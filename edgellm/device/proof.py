@@ -8,6 +8,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,17 @@ def proof(earlier: Mapping[str, Any] | None = None, seconds: float = SECONDS) ->
     """Every check that this machine can make, none begun after so many seconds; `earlier` is the JSON report of a run
     before, with whose tokens those of now are compared where the same release and architecture made them."""
     gpu, end = find_gpu(), time.perf_counter() + seconds
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as opened:
+
+        def folder() -> Path:
+            return Path(opened.enter_context(tempfile.TemporaryDirectory()))
+
         parts: list[tuple[str, Callable[[], Iterator[Found]]]] = [
             ("tokens", lambda: _token_checks("as shipped", SHIPPED_MODEL, gpu, earlier)),
             ("speed", lambda: _speed_checks(gpu)),
             ("largest allocation", lambda: _memory_check(gpu)),
-            ("snapshot", lambda: _snapshot_check(Path(folder), gpu)),
-            ("packed tokens", lambda: _token_checks("packed", _packed(Path(folder)), gpu, earlier)),
+            ("snapshot", lambda: _snapshot_check(folder(), gpu)),
+            ("packed tokens", lambda: _token_checks("packed", _packed(folder()), gpu, earlier)),
         ]
         for name, part in parts:
             if time.perf_counter() > end:
@@ -148,6 +153,8 @@ def with_earlier(
             same = digest == before[0]
             ok = ok and same
             text += ", the same as in the earlier report" if same else ", OTHERS than in the earlier report"
+        else:
+            text += "; the earlier report left them out"
     elif earlier is not None:
         text += "; the earlier report is of another release or architecture"
     return checked(name, ok, text, **compared, digest=digest, same_as_earlier=same)

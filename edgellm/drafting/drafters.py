@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from edgellm.drafting.config import DraftingConfig
@@ -9,6 +10,8 @@ from edgellm.drafting.drafter import FixedDrafter, Policy, fitting_plans
 from edgellm.drafting.learner import Learner
 from edgellm.drafting.ratings import DraftingReport
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_weight_name
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -46,6 +49,18 @@ def candidate_plans(config: DraftingConfig, limits: EngineLimits) -> list[DraftP
         ]
         plans += [*smaller, full]
     return list(dict.fromkeys(plans))
+
+
+def experts_read(config: DecoderConfig) -> tuple[float, float]:
+    """Of a mixture's experts the share that a token goes through, and what share these are of the weights that a step
+    of one token reads, by their numbers; (1, 0) of other models."""
+    if config.mixture is None:
+        return 1.0, 0.0
+    chosen, specs = config.mixture.chosen / config.mixture.experts, decoder_weights(config)
+    own = chosen * sum(math.prod(spec.shape) for spec in specs if spec.experts)
+    table = () if embedding_name(config) == head_weight_name(config) else (embedding_name(config),)
+    others = sum(math.prod(spec.shape) for spec in specs if not spec.experts and spec.name not in table)
+    return chosen, own / (own + others)
 
 
 class Drafters:
@@ -108,7 +123,7 @@ class Drafters:
             self.index = SuffixIndex()
         index, most = self.index if asked else None, verification.most_given if gives else 0
         ahead, at_once = runner.backend.fixed_shapes, limits.draft_block > 0
-        learner = Learner(most, ahead, index, own, adaptive, at_once)
+        learner = Learner(most, ahead, index, own, adaptive, at_once, experts_read(self._directory.config))
         if asked and not any(runner.takes_given(1, plan) for plan in learner.given_plans):
             raise EngineError(
                 f"drafts from what was said cannot be verified with {self._directory.path} on this device: neither its "

@@ -47,6 +47,7 @@ class Learner(Policy):
     and not a plain step. Tokens that rules force are always proposed, an `index` of what was said is asked where there
     is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
     steps are launched ahead, and shapes captured. `in_one_pass`: the draft model proposes all levels at once.
+    `experts`: `chosen` and `read` of `Guess`.
     Deterministic but for the seconds that it is told.
     """
 
@@ -58,6 +59,7 @@ class Learner(Policy):
         own: Sequence[DraftPlan] = (),
         adaptive: bool = True,
         in_one_pass: bool = False,
+        experts: tuple[float, float] = (1.0, 0.0),
     ) -> None:
         super().__init__()
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
@@ -70,7 +72,7 @@ class Learner(Policy):
         self.plans, self.forced_plans = (of_all, ()) if self.looks_up else (self.own, self.given_plans)
         self.host = HostProposals(max(sizes) - 1, deepest, index)
         self.account = Account()
-        guess = CAPTURED if ahead else COMPUTED
+        guess = (CAPTURED if ahead else COMPUTED)._replace(chosen=experts[0], read=experts[1])
         self._guess = guess.in_one_pass() if in_one_pass else guess
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest: tuple[int, bool] = (1, False)

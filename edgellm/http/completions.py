@@ -107,7 +107,9 @@ def tokens(body: bytes, model: ServedModel) -> ParsedRequest:
 def prompt_list(prompts: Any, model: ServedModel, name: str = "prompt") -> list[str | Sequence[int]]:
     """The prompts of a request, its field `name`: one, or a list of them, each text or token ids of the model. Raises
     HTTPError."""
-    if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list))):
+    if prompts == []:
+        raise wrong(name, prompts, "text, token ids, or a list of these")
+    if not (isinstance(prompts, list) and isinstance(prompts[0], (str, list))):
         prompts = [prompts]
     for prompt in prompts:
         if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""`/v1/responses`: text, images and functions that the request has itself, and answers that are kept to go on from."""
+"""`/v1/responses`: text, media and functions that the request has itself, and answers that are kept to go on from."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from edgellm.http.errors import HTTPError, wrong
 from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs
 from edgellm.http.kept_responses import Items, KeptResponses
 from edgellm.requests import Response
+from edgellm.text.messages import media_kind
 from edgellm.tool_calls.calls import ToolCallDelta
 from edgellm.tool_calls.values import is_object
 
@@ -201,14 +202,10 @@ def _message(item: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _parts(content: Any, what: str) -> Any:
-    """Text, or a list of parts, images among them, as messages have it."""
+    """Text, or a list of parts, images, sounds and videos among them, as messages have it."""
     if not isinstance(content, list):
         return _texts(content, what)
-    shows = [isinstance(part, dict) and part.get("type") == "input_image" for part in content]
-    return [
-        {**part, "type": "image_url"} if is_image else {"type": "text", "text": _text(part, what)}
-        for part, is_image in zip(content, shows, strict=True)
-    ]
+    return [part if media_kind(part) else {"type": "text", "text": _text(part, what)} for part in content]
 
 
 def _texts(parts: Any, what: str) -> str:
@@ -225,7 +222,7 @@ def _text(part: Any, what: str) -> str:
         text = part.get("refusal" if part["type"] == "refusal" else "text")
         if isinstance(text, str):
             return text
-    raise HTTPError(400, f"{what} has a part that is no text or image: {shown(part)[:80]}", param="input")
+    raise HTTPError(400, f"{what} has a part that is no text, image, sound or video: {shown(part)[:80]}", param="input")
 
 
 def _is_cut(response: Response) -> bool:

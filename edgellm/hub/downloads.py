@@ -159,7 +159,18 @@ def fetch(name: HubName, update: bool = False, progress: Progress = lambda stage
         with explained(f"{folder} cannot be written", HubError, ". Take another EDGELLM_CACHE_DIR"):
             record.with_download(found, name.revision).write(folder)  # what is left of an interrupted one is known, too
         _download(found, api, progress)
+        _note_revision(found, name.revision)
     return found
+
+
+def _note_revision(download: Download, revision: str) -> None:
+    """Note a revision's commit where programs look for it in the hub's cache that ask nobody."""
+    refs = download.storage / "refs"
+    ref = refs / revision
+    if revision != download.commit and ref.is_relative_to(refs) and ".." not in ref.parts:
+        with suppress(OSError):
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(ref, download.commit.encode())
 
 
 def _asked(name: HubName, revision: str, api: HfApi, progress: Progress) -> Download:

@@ -82,12 +82,14 @@ def _file_directories() -> list[tuple[EngineDirectory, Path]]:
 
 
 def existing_directory(model: str | Path) -> Path:
-    """The directory of a model that is there, be it a path or a name. Raises HubError where there is none of a name, or
-    there are several."""
+    """The directory of a model that is there, be it a path or a name, of several that of the commit which the name
+    opens. Raises HubError where there is none of a name, or there are several."""
     name = HubName.of(model)
     if name is None:
         return local_directory(model)  # of a GGUF file one that is made of it
-    found = _cached_directories(repository_folder(name.repository), name.file)
+    folder = repository_folder(name.repository)
+    found, commit = _cached_directories(folder, name.file), Record.read(folder).revisions.get(name.revision)
+    found = [each for each in found if each.source and each.source.commit == commit] or found
     if len(found) == 1:
         return found[0].path
     if not found:
@@ -187,8 +189,9 @@ def remove(name: HubName, revision: str | None = None) -> Removal:
             _remove_directory(directory, removal)
         kept = tuple(_with_blobs_of(chosen, each) for each in record.downloads if each not in chosen)
         _remove_downloads(chosen, kept, removal)
+        left = {each.commit for each in kept}
+        kept += tuple(each for each in chosen if not {*removal.left}.isdisjoint(map(each.blob, each.files)))
         if kept:
-            left = {each.commit for each in kept}
             revisions = {key: commit for key, commit in record.revisions.items() if commit in left}
             replace(record, revisions=revisions, downloads=kept).write(folder)
         elif not _cached_directories(folder):
@@ -250,6 +253,10 @@ def _remove_downloads(chosen: list[Download], kept: tuple[Download, ...], remova
             locks = download.storage.parent / ".locks" / download.storage.name
             (locks / f"{blob.name}.lock").unlink(missing_ok=True)
             _remove_empty(locks)
+        _remove_empty(download.storage / "snapshots")
+        for ref in (path for path in (download.storage / "refs").rglob("*") if path.is_file()):
+            if not download.folder.exists() and ref.read_bytes().strip() == download.commit.encode():
+                removal.unlink(ref)
         _remove_empty(download.storage)
 
 

@@ -58,6 +58,7 @@ class Camera(Closing):
         is_given = is_opened or (isinstance(source, Iterable) and not isinstance(source, bytes) and are_frames)
         require_kind(is_given, "source", source, expected)
         require(not isinstance(source, int) or abs(source) < 2**31, "source", source, "a device's number, as 0")
+        require(channels in ("RGB", "BGR"), "channels", channels, '"RGB" or "BGR"')
         require(rate is None or as_float(rate) > 0, "rate", rate, "frames a second, more than 0, or None")
         if is_opened:
             capture, own_rate = _opened(source)

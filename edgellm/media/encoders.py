@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig, MediaKind
 from edgellm.engines.model.memory_plan import MemoryPlan
-from edgellm.errors import MediaError, RequestError, closed_error
+from edgellm.errors import MediaError, RequestError, closed_error, number_of
+from edgellm.multimodal.sources import NOUNS
 from edgellm.text.messages import ENCODER_NAMES, MediaReference
 
 if TYPE_CHECKING:
@@ -146,8 +147,8 @@ class MediaEncoders:
             if kind not in self.by_name:
                 shown = sum(each.kind == kind for each in references)
                 raise RequestError(
-                    f"the request shows {shown} {kind}s, but {self._path} has no {ENCODER_NAMES[kind]}: leave them "
-                    "out, or open a directory that has one"
+                    f"the request shows {number_of(shown, NOUNS[kind])}, but {self._path} has no "
+                    f"{ENCODER_NAMES[kind]}: leave them out, or open a directory that has one"
                 )
         return [self.by_name[each.kind].prepare(each) for each in references]
 
@@ -162,9 +163,10 @@ class MediaEncoders:
             token, own = encoder.kind.token_id, [each for each in pieces if each.kind == name]
             markers = sum(each == token for each in prompt_ids)
             if markers != len(own):
+                noun = NOUNS.get(name, name)
                 raise MediaError(
-                    f"the prompt has {markers} {name} markers (token {token}), but there are {len(own)} {name}s: "
-                    f"show one {name} for each marker"
+                    f"the prompt has {number_of(markers, f'{noun} marker')} (token {token}) for "
+                    f"{number_of(len(own), noun)}: show one {noun} for each marker"
                 )
             if own:
                 following[token] = map(encoder.written, own, count())

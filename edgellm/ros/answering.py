@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from edgellm.errors import DeviceLostError, EdgeLLMError, EngineError, ImageError, RequestError
+from edgellm.errors import DeviceLostError, EdgeLLMError, EngineError, ImageError, RequestError, require
 from edgellm.generation import Generation
 from edgellm.kernels.errors import shown
 from edgellm.llm import LLM
@@ -271,7 +271,7 @@ class Answering:
         if goal.choice and goal.json_schema:
             raise RequestError("a goal has a choice and a json_schema: an answer has one of them")
         options: dict[str, Any] = {"priority": goal.priority}
-        options |= {name: getattr(goal, name) for name in ("temperature", "seed") if getattr(goal, name) >= 0}
+        options |= {name: getattr(goal, name) for name in ("temperature", "seed") if not getattr(goal, name) < 0}
         if goal.max_tokens:
             options["max_tokens"] = goal.max_tokens
         if goal.deadline:
@@ -280,9 +280,10 @@ class Answering:
             options |= choosing(self._llm, list(goal.choice))
         if goal.json_schema:
             try:
-                options["structure"] = json.loads(goal.json_schema)
+                options["structure"] = schema = json.loads(goal.json_schema)
             except (ValueError, RecursionError) as error:
                 raise RequestError(f"json_schema is no JSON: {error}") from error
+            require(isinstance(schema, dict), "json_schema", goal.json_schema, "a JSON schema that is an object")
         shown = [] if frame is None else [{"type": "image", "image": frame.image}]
         system = goal.system or self._settings.system
         messages = [{"role": "user", "content": [*shown, {"type": "text", "text": goal.prompt}]}]

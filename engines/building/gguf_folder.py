@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +94,11 @@ def read_metadata(path: Path) -> Metadata:
 @contextmanager
 def _made_folder(path: Path, write: Callable[[Path], None]) -> Iterator[Path]:
     """A temporary folder that stands for the file `path`."""
-    with tempfile.TemporaryDirectory(prefix="edgellm-gguf-") as name:
-        folder = Path(name)
-        with explained(f"{path} cannot be opened", BuildError, names_file=True):
+    with ExitStack() as made:
+        words = f"{path} cannot be opened by way of a folder in {tempfile.gettempdir()}"
+        advice = ". Make room there, or name another folder in TMPDIR"
+        with explained(words, BuildError, advice, names_file=True):
+            folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="edgellm-gguf-")))
             write(folder)
         try:
             yield folder

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,9 @@ class Checkpoint(Closing):
             raise CheckpointError(foreign)
         if not path.is_dir():
             found = "is a file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {found}: expected a directory with config.json and {SINGLE_FILE}")
+            raise CheckpointError(
+                f"{path} {found}: expected a directory with config.json and {SINGLE_FILE}, or a GGUF file"
+            )
         config = JSONObject.read(path / "config.json", CheckpointError, "Copy it from the checkpoint's source").values
         quantization = read_quantization(path, config)
         generation = path / "generation_config.json"
@@ -196,6 +198,19 @@ class Checkpoint(Closing):
             )
         return self.raw_bytes(name).view(stored_tensors.STORAGE[info.dtype]).reshape(info.shape)
 
+    def keep(self) -> bool:
+        """Have what GGUF files hold read whenever it is asked for, as copies and also once this is closed; whether
+        there are any."""
+        return bool([file.keep() for file in self._files.values() if isinstance(file, GgufWeights)])
+
+    def row_reader(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
+        """What gives copies of rows, int [n], of a tensor: uint8 [n, bytes of a row], also once the checkpoint is
+        closed. No others are read."""
+        info = self.info(name)
+        if self.keep() and isinstance(file := self._files[info.file], GgufWeights):
+            return partial(file.bytes_of, info)
+        return self.raw_bytes(name).reshape(info.shape[0], -1).__getitem__
+
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers or truth values as int64; CheckpointError where it has another dtype."""
         info = self.info(name)
@@ -258,8 +273,8 @@ class Checkpoint(Closing):
         return None if read is None else read()
 
     def reader(self, name: str, shape: Sequence[int]) -> Callable[..., StoredWeight] | None:
-        """What gives `stored` whenever it is called, also once the checkpoint is closed: it has views of the files. Of
-        `rows`, int [n], it gives these alone, and reads no others of a mapped file (`LinearTensors.of_rows`)."""
+        """What gives `stored` whenever it is called, also once the checkpoint is closed. Of `rows`, int [n], it gives
+        these alone, and reads no others."""
         layout = self.layout(name, shape)
         if layout is None:
             return None
@@ -267,14 +282,20 @@ class Checkpoint(Closing):
         found = self._misfit(name, shape) or self._differences(wanted)
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
-        # Those of GGUF files may be copies: they are read whenever `read` is called, but for one that is mapped.
-        copies = name in self._layouts and name != _TOKEN_ROWS
+        copies = name in self._layouts  # those of GGUF files, which are read whenever `read` is called
         lookup = self._typed if copies else {each: self._typed(each) for each in wanted}.get
         tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), lookup)
+        read_rows = self.row_reader(name) if copies and name == _TOKEN_ROWS else None
+
+        def of_rows(rows: np.ndarray) -> LinearTensors:
+            if read_rows is None:
+                return tensors.of_rows(rows)
+            found = self.info(name).dtype, (len(rows), columns), read_rows(rows).reshape(-1)
+            return LinearTensors(tensors.module, found[1], lambda _: found)
 
         def read(rows: np.ndarray | None = None) -> StoredWeight:
             try:
-                return layout.read(tensors if rows is None else tensors.of_rows(rows))
+                return layout.read(tensors if rows is None else of_rows(rows))
             except CheckpointError as error:
                 raise CheckpointError(f"{self.path}: {error}") from None
 

@@ -38,7 +38,8 @@ _OF_GPT_OSS = {
 
 def experts_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """The tensors with `...experts.gate_up_proj` [E, 2 I, H] as `...experts.0.gate_proj.weight` [I, H] and so on, by
-    the names that checkpoints have which do not stack them. `config` is their `config.json`."""
+    the names that checkpoints have which do not stack them. `config` is their `config.json`. CheckpointError where an
+    expert's tensor is there twice, in a stack and by itself."""
     found: dict[str, TensorInfo] = {}
     stacks = _OF_GPT_OSS if config.get("model_type") == "gpt_oss" else _STACKS
     for name, info in tensors.items():
@@ -49,12 +50,12 @@ def experts_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) 
         turned = len(info.shape) == len(codes.shape) == 3 and _is_turned(stack, codes, config)
         stacked, unit = 2 if turned else 1, len(parts)
         if not prefix or min(len(info.shape), len(codes.shape)) < 3 or info.shape[0] > LARGEST_EXPERTS:
-            found[name] = info  # a stack that does not fit is found to be unknown
+            _add(found, name, info)  # a stack that does not fit is found to be unknown
             continue
         if stack != name and unit > 1:  # a block of both gates and ups belongs to neither
             unit *= _block_rows(config)
         if info.shape[stacked] % len(parts) or codes.shape[stacked] % unit:
-            found[name] = info
+            _add(found, name, info)
             continue
         rows, shape = info.shape[stacked] // len(parts), info.shape[1:]
         for place in range(info.shape[0] * len(parts)):
@@ -68,7 +69,7 @@ def experts_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) 
                 own = info.part(place, (rows, math.prod(shape[1:])), words)
             else:
                 own = info.part(place, (rows, *shape[1:]), words)
-            found[f"{stack.removesuffix(ending)}{prefix}{expert}.{parts[part]}{name.removeprefix(stack)}"] = own
+            _add(found, f"{stack.removesuffix(ending)}{prefix}{expert}.{parts[part]}{name.removeprefix(stack)}", own)
     return found
 
 
@@ -92,11 +93,14 @@ def unwrapped(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors by the language model's own names; CheckpointError where two tensors would have the same."""
     named: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
-        own = language_model_name(name)
-        if own in named:
-            raise CheckpointError(
-                f"{info.file}: the tensors {named[own].name!r} and {name!r} are one and the same of the language "
-                "model. Remove one"
-            )
-        named[own] = info
+        _add(named, language_model_name(name), info)
     return named
+
+
+def _add(named: dict[str, TensorInfo], own: str, info: TensorInfo) -> None:
+    if own in named:
+        raise CheckpointError(
+            f"{info.file}: the tensors {named[own].name!r} and {info.name!r} are one and the same of the language "
+            "model. Remove one"
+        )
+    named[own] = info

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +30,8 @@ _ALIGNMENT = 64
 _THREADS = 4
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
-#: What gives a packed weight, or values and their dtype: views of a mapped file.
-_MappedPart = Callable[[], StoredWeight] | tuple[np.ndarray, str]
+#: What gives a packed weight, or values and their dtype, as they are in the file.
+_Part = Callable[[], StoredWeight] | tuple[Callable[[], np.ndarray], str]
 
 
 class FiniteCheck:
@@ -71,12 +72,12 @@ class FiniteCheck:
 
 
 class ExpertMatrices:
-    """The matrices of a mixture's experts, as they are in the mapped file: each becomes float32 where it is used.
+    """The matrices of a mixture's experts, as they are in the file: each becomes float32 where it is used.
 
     `parts` are what stands behind each other in the `shape` [E * N, K] of all.
     """
 
-    def __init__(self, spec: WeightSpec, parts: Sequence[_MappedPart]) -> None:
+    def __init__(self, spec: WeightSpec, parts: Sequence[_Part]) -> None:
         self.shape = spec.shape
         count = len(parts) // spec.experts
         self._parts = [parts[start : start + count] for start in range(0, len(parts), count)]
@@ -93,11 +94,11 @@ class ExpertMatrices:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def _float32(part: _MappedPart) -> np.ndarray:
+def _float32(part: _Part) -> np.ndarray:
     if callable(part):
         packed = part().unpacked()
         return packed.values() if packed.input_scales is None else packed.values() * packed.input_scales
-    values, dtype = part
+    values, dtype = part[0](), part[1]
     if dtype == "float32":
         return values
     target = np.empty(values.shape, np.float32)
@@ -116,6 +117,7 @@ def load_numpy_weights(
     Raises CheckpointError for tensors that are missing, have another shape, or values that are infinite or NaN.
     """
     of_experts = [spec for spec in specs if spec.experts]
+    are_kept = bool(of_experts) and checkpoint.keep()
     check = FiniteCheck(checkpoint, specs)
     specs = [spec for spec in specs if not spec.experts]
     step = _ALIGNMENT // 4
@@ -133,14 +135,15 @@ def load_numpy_weights(
         for (spec, name, place), shape in places
     ]
 
-    def mapped_part(name: str, shape: tuple[int, int]) -> _MappedPart:
+    def expert_part(name: str, shape: tuple[int, int]) -> _Part:
         if (read := checkpoint.reader(name, shape)) is not None:
             read()  # what is wrong is found now
             return read
         values = _part(checkpoint, name, shape)
         if check.is_due(name):
             found[name] = first_not_finite(values.reshape(-1))
-        return values, checkpoint.info(name).dtype
+        again = partial(_part, checkpoint, name, shape) if are_kept else lambda: values
+        return again, checkpoint.info(name).dtype
 
     def convert_part(name: str, target: np.ndarray, kernel: int) -> tuple[str, int]:
         if (packed := checkpoint.packed(name, target.shape)) is not None:
@@ -165,7 +168,7 @@ def load_numpy_weights(
             found[name] = index
             advance(target.nbytes)
         for spec in of_experts:
-            weights[spec.name] = ExpertMatrices(spec, list(pool.map(mapped_part, *zip(*spec.parts, strict=True))))
+            weights[spec.name] = ExpertMatrices(spec, list(pool.map(expert_part, *zip(*spec.parts, strict=True))))
     check.conclude(found)
     return weights
 

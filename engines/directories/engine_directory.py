@@ -149,8 +149,9 @@ class EngineDirectory:
             return self
         config, taken, last = self.config, self.config.feature_layers, self.config.num_layers
         if len(set(layers)) < len(layers) or not set(layers) <= set(taken or range(1, last + 1)):
-            known = f"those of {list(taken)}, which its draft takes" if taken else f"layers from 1 to {last}"
-            raise EngineDirectoryError(f"hidden_layers is {shown(layers)}: expected of {self.name} different {known}")
+            known = f"of {list(taken)}, which its draft takes" if taken else f"from 1 to {last}"
+            expected = f"expected different layers of {self.name}, {known}"
+            raise EngineDirectoryError(f"hidden_layers is {shown(layers)}: {expected}")
         if taken:
             return self
         digest = hash_bytes(f"{self.description_sha256} {list(layers)}".encode())

@@ -19,9 +19,13 @@ def read_mixture(fields: ConfigFields, size: str, usual: int, **own: Any) -> Mix
     """How many experts there are (`usual` where the file does not say), how many of them a token goes through, and how
     large they are, which is in the field `size`; problems are noted in `fields`. `own` is what else the family says of
     its `Mixture`."""
-    names = "num_experts", "n_routed_experts"
-    key = next((name for name in names if fields.values.get(name) is not None), "num_local_experts")
+    names = "num_experts", "n_routed_experts", "num_local_experts"
+    key = next((name for name in names if fields.values.get(name) is not None), names[-1])
     count = fields.size(key, usual, LARGEST_EXPERTS)
+    for other in names:
+        if count and fields.values.get(other) not in (None, count):
+            fields.expect(other, fields.values[other], f"{count}, as {key} says")
+    fields.ignore(*names)
     chosen = fields.size("num_experts_per_tok", largest=LARGEST_EXPERTS)
     if chosen > count > 0:
         fields.wrong.append(f"num_experts_per_tok is {chosen}, but there are {count} experts")
@@ -220,6 +224,7 @@ LFM2_MOE = Family(
 def _read_gpt_oss(fields: ConfigFields) -> DecoderConfig:
     """Attention with sinks and biases, within a window in every other layer, the first included; experts with biases
     and an activation of their own (`Mixture.limit`)."""
+    fields.ignore("swiglu_alpha")
     alpha = fields.values.get("swiglu_alpha")
     if alpha not in (None, 1.702):
         fields.refuse("swiglu_alpha", alpha, "supported is 1.702")

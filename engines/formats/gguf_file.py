@@ -16,7 +16,8 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from io import BufferedReader
@@ -107,22 +108,28 @@ class GgufFile:
             raise
         self._file: BufferedReader | None = file
         self._map: mmap.mmap | None = None
+        self._is_kept = False
 
     def bytes_of(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The bytes `start` to `stop` of a tensor, uint8, read from the file. Raises CheckpointError once closed, and
         for a file that is not any more what was opened."""
+        return self.pieces_of(info, [start], (info.nbytes if stop is None else stop) - start)[0]
+
+    def pieces_of(self, info: TensorInfo, starts: Sequence[int], size: int) -> np.ndarray:
+        """The `size` bytes of a tensor from each of the `starts` on: uint8 [n, size]. Raises as `bytes_of`."""
         if self._file is None:
             raise CheckpointError(f"{self.path} was closed: read its tensors before, or open the checkpoint again")
-        data = np.empty((info.nbytes if stop is None else stop) - start, np.uint8)
-        view, done, descriptor = memoryview(data), 0, self._file.fileno()
-        while done < len(view):
-            with explained(f"{self.path} cannot be read", CheckpointError):
-                count = os.preadv(descriptor, [view[done : done + _MOST_READ]], info.offset + start + done)
-            if count == 0:
-                break
-            done += count
+        data, done, descriptor = np.empty((len(starts), size), np.uint8), 0, self._file.fileno()
+        with explained(f"{self.path} cannot be read", CheckpointError):
+            for start, view in zip(starts, data, strict=True):
+                done = 0
+                while done < size:
+                    count = os.preadv(descriptor, [view[done : done + _MOST_READ]], info.offset + start + done)
+                    if count == 0:
+                        break
+                    done += count
         now = os.fstat(descriptor)
-        if done < len(view) or (now.st_size, now.st_mtime_ns) != (self.status.st_size, self.status.st_mtime_ns):
+        if done < size or (now.st_size, now.st_mtime_ns) != (self.status.st_size, self.status.st_mtime_ns):
             raise CheckpointError(
                 f"{self.path} was changed while it was read: it has {now.st_size:,} bytes, expected the "
                 f"{self.status.st_size:,} that it had when it was opened. Leave it alone while it is used, and start "
@@ -131,19 +138,28 @@ class GgufFile:
         return data
 
     def view_of(self, info: TensorInfo) -> np.ndarray:
-        """The bytes of a tensor, uint8, as a read-only view of the file, also once it is closed if one was taken
-        before. Raises CheckpointError as `bytes_of`."""
+        """The bytes of a tensor, uint8, as a read-only view of the file, also once it is closed; of one that is kept a
+        copy: views are for what is read soon. Raises CheckpointError as `bytes_of`."""
+        if self._is_kept:
+            return self.bytes_of(info)
         if self._map is None:
             self.bytes_of(info, 0, 1)  # which raises where the file was closed, or is not what was opened
             assert self._file is not None
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
 
+    def keep(self) -> bool:
+        """Let bytes be read also once it is closed, as long as anything has it; True."""
+        if not self._is_kept and self._file is not None:
+            weakref.finalize(self, self._file.close)
+            self._is_kept = True
+        return True
+
     def close(self) -> None:
-        """Close the file; bytes that were read stay, and views of it."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        """Close the file, unless it is kept; bytes that were read stay."""
+        if self._file is not None and not self._is_kept:
+            self._file.close()
+            self._file = None
 
 
 def open_split(path: Path) -> list[GgufFile]:

@@ -73,6 +73,8 @@ def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
     name = metadata.architecture
     options = {**dict.fromkeys(_DRAFTS, "--draft"), ENCODERS: "--mmproj"}
     advice = f". Such a file goes with a model: name it with {options[name]}" if name in options else ""
+    if known is _DRAFTS:
+        advice = ". Name the file of a draft that was made for the model, or leave the draft out"
     if name == "gemma4-assistant":
         advice = ". An assistant drafts from keys and values of its model, which is not done: build without a draft"
     raise UnsupportedModelError(

@@ -41,15 +41,16 @@ def _by_case(contractions: str, digits: str) -> str:
 
 
 class _Pre(NamedTuple):
-    """How texts become words: by `pattern` (None: as GPT-2's), digits apart or not; normalized to composed characters
-    (`composes`). `whole`: a word of the vocabulary is a token, whatever merges say. `begins`: with BOS, unless the file
-    says otherwise."""
+    """How texts become words: by `pattern` (None: as GPT-2's), digits apart or not, behind what is split `before`;
+    normalized to composed characters (`composes`). `whole`: a word of the vocabulary is a token, whatever merges say.
+    `begins`: with BOS, unless the file says otherwise."""
 
     pattern: str | None = None
     apart: bool = False
     composes: bool = False
     whole: bool = False
     begins: bool = False
+    before: tuple[str, ...] = ()
 
 
 _LLAMA3 = _Pre(_words(r"\p{L}+", r"\p{N}{1,3}"), whole=True, begins=True)
@@ -59,6 +60,11 @@ _CL100K = _LLAMA3._replace(whole=False, begins=False)
 _TEKKEN = _Pre(_by_case("", r"\p{N}"), whole=True, begins=True)
 _GPT4O = _Pre(_by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"))
 _SEED = _Pre(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_ENDS}")
+#: A mark of ASCII belongs to the letters of ASCII behind it; numbers, and Chinese and Japanese, are apart before.
+_HUNYUAN = _Pre(
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _ENDS,
+    before=(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+)
 #: By `tokenizer.ggml.pre`, of the families that there are.
 _PRES = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral"), _LLAMA3),
@@ -70,6 +76,7 @@ _PRES = {
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     "seed-coder": _SEED,
+    "hunyuan-dense": _HUNYUAN,
 }
 
 
@@ -159,7 +166,7 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers
     if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
     splits: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.apart else []
-    splits += [pre_tokenizers.Split(Regex(pre.pattern), "isolated")] if pre.pattern is not None else []
+    splits += [pre_tokenizers.Split(Regex(each), "isolated") for each in (*pre.before, pre.pattern) if each is not None]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

@@ -93,10 +93,19 @@ class GgufWeights:
         self._file, self._changes = file, changes
         self._files = {each.path: each for each in files}
 
-    def bytes_of(self, info: TensorInfo) -> np.ndarray:
-        """The bytes of one of `tensors`, uint8; of a packed one without its columns' order. Raises CheckpointError as
-        `GgufFile.bytes_of`."""
-        return self._changes[info.name].read(self._files)
+    def bytes_of(self, info: TensorInfo, rows: np.ndarray | None = None) -> np.ndarray:
+        """The bytes of one of `tensors`, uint8; of a packed one without its columns' order. Of one that is in the file
+        as it was published `rows`, int [n], alone: [n, bytes of a row]. Raises CheckpointError as `GgufFile.bytes_of`.
+        """
+        if rows is None:
+            return self._changes[info.name].read(self._files)
+        (own,) = self._changes[info.name].infos
+        size = own.nbytes // own.shape[0]
+        return self._files[own.file].pieces_of(own, [row * size for row in rows.tolist()], size)
+
+    def keep(self) -> bool:
+        """See `GgufFile`; True."""
+        return all(file.keep() for file in self._files.values())
 
     def close(self) -> None:
         """Close the file."""
@@ -256,7 +265,7 @@ class _Naming:
             heads = self._metadata.same_in_all(key) or self._metadata.same_in_all("attention.head_count") or 1
             return Change((info,), rows=_pairs_apart(self._size(info, rows, 2 * heads), heads))
         if own == "per_layer_token_embd":
-            return Change((info,), mapped=True)
+            return Change((info,))
         if info.name == _MAPPING:
             return Change((info,), values="offsets")
         if own == "ssm_a":

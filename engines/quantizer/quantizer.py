@@ -47,7 +47,7 @@ Progress = Callable[[str, int, int], None]
 
 #: Under which a file of a layer says how many tokens chose each expert.
 EXPERTS_CHOSEN = "experts_chosen"
-#: How many tokens of a calibration text are taken.
+#: So many tokens of a calibration text are taken at once.
 LONGEST_TEXT = 512
 #: What is copied beside weights and config.json: endings and beginnings of names.
 _COPIED_ENDINGS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken")
@@ -168,7 +168,7 @@ class _Run:
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         check_groups(columns_of(config), options)
         longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
-        texts = [text[:longest] for text in texts if len(text) > 0]
+        texts = [text[start : start + longest] for text in texts for start in range(0, len(text), longest)]
         check_space(self.target.parent, _total_bytes(checkpoint), CheckpointError, "the checkpoint")
         programs = [layer_program(config, index, 1) for index in range(config.num_layers)]
         done = {name for program in programs for spec in program.weights.values() for name, _ in spec.parts}

@@ -1,5 +1,5 @@
-"""The embeddings that each token has for all layers (Gemma 4): rows that the host looks up in the checkpoint's mapped
-file, since the table is as large as all other weights together, and a step needs one row a token."""
+"""The embeddings that each token has for all layers (Gemma 4): rows that the host looks up in the checkpoint's file,
+since the table is as large as all other weights together, and a step needs one row a token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class TokenRows:
                     f"{self._info.file}: tensor {spec.name!r} is {self._info.dtype} {list(self._info.shape)}, expected "
                     f"{list(spec.shape)}. Take config.json and weights of one and the same model"
                 )
-            self._table = checkpoint.raw(spec.name) if self._packed is None else np.empty((0, 0), np.float32)
+            if self._packed is None:
+                self._read = checkpoint.row_reader(spec.name)
 
     def of(self, token_ids: np.ndarray) -> np.ndarray:
         """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), those of media the row
@@ -57,7 +58,7 @@ class TokenRows:
         """A copy of the rows [n, size] of ids [n]."""
         dtype, packed = self._backend.compute_dtype, self._packed
         if packed is None:
-            return converted(self._info, self._table[ids], dtype)
+            return converted(self._info, self._read(ids).view(STORAGE[self._info.dtype]), dtype)
         rows = np.empty((len(ids), self._size), STORAGE[dtype])
         for first in range(0, len(ids), _TOGETHER):
             part = packed(ids[first : first + _TOGETHER]).unpacked()

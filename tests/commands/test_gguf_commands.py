@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from gguf_writing import Tensor, random_blocks, write_gguf
 from tokenizers import Tokenizer
 
 from edgellm import LLM
+from edgellm.engines.building import gguf_folder
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.building.inputs import read_decoder_config
@@ -172,6 +176,32 @@ def test_errors_name_the_file(edgellm: Edgellm, checkpoint: Path, file: Path, tm
     write_gguf(mixture, metadata | {f"{metadata['general.architecture']}.expert_count": 8}, tensors)
     code, _, err = edgellm("build", mixture, tmp_path / "second")
     assert code == 1 and f"{mixture}, as config.json (" in err and "is 8 (mixture of experts)" in err
+
+
+def test_a_build_leaves_no_folder_behind(
+    edgellm: Edgellm, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is ended, or the disk is full, while the folder of a file is written."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(gguf_folder, "model_config", lambda files: signal.raise_signal(signal.SIGTERM))
+        assert edgellm("build", file, tmp_path / "robot")[0] == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert not list(temporary.iterdir())
+
+    def full(files: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(gguf_folder, "model_config", full)
+    code, _, err = edgellm("build", file, tmp_path / "robot")
+    assert code == 1 and f"{file} cannot be opened by way of a folder in {temporary}: No space left" in err
+    assert "TMPDIR" in err and not list(temporary.iterdir())
+    code, _, err = edgellm("build", tmp_path / "nowhere.gguf", tmp_path / "robot")
+    assert code == 1 and err.endswith("or a GGUF file\n")
 
 
 def test_a_published_tokenizer_stands_for_the_files_own(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,8 @@ def test_digests_are_compared_where_the_same_release_and_architecture_made_them(
     assert with_earlier("tokens", [[1, 2]], compared, earlier)["same_as_earlier"] is True
     other = with_earlier("tokens", [[1, 3]], compared, earlier)
     assert other["ok"] is other["same_as_earlier"] is False and "OTHERS than in the earlier report" in other["text"]
+    less = with_earlier("tokens", [[1, 3]], compared, earlier | {"checks": []})
+    assert less["same_as_earlier"] is None and less["text"].endswith("; the earlier report left them out")
     foreign = with_earlier("tokens", [[1, 3]], compared, earlier | {"made_by": {"release": "0"}})
     assert foreign["ok"] and foreign["same_as_earlier"] is None
     assert "another release or architecture" in foreign["text"]
@@ -116,14 +119,15 @@ def test_a_part_that_fails_is_a_fault_and_the_others_go_on(monkeypatch: pytest.M
     def fail(*arguments: object) -> None:
         raise RuntimeError("out of memory")
 
-    for name in ("_token_checks", "_packed", "_snapshot_check"):
-        monkeypatch.setattr(proofs, name, fail)
+    monkeypatch.setattr(proofs, "_token_checks", fail)
     monkeypatch.setattr(proofs, "_speed_checks", lack)
+    monkeypatch.setattr(tempfile, "tempdir", "nowhere")  # as on a disk that is full
     monkeypatch.setattr(proofs, "find_gpu", lambda: None)
     found = list(proof())
     failed = {each["name"]: each["text"] for each in found if each["ok"] is False}
     assert set(failed) == {"tokens", "snapshot", "packed tokens"}
-    assert failed["snapshot"] == "snapshot: FAILED, RuntimeError: out of memory"
+    assert failed["tokens"] == "tokens: FAILED, RuntimeError: out of memory"
+    assert all("FileNotFoundError" in failed[name] for name in ("snapshot", "packed tokens"))
     others = {each["name"]: each for each in found if each["ok"] is None}
     assert set(others) == {"speed", "largest allocation"}
     assert others["speed"]["text"] == "speed: left out, NVRTC is missing"

@@ -23,7 +23,7 @@ _PATIENCE = 40
 
 @cache
 def published_answers() -> dict[str, Any]:
-    """What transformers answers with it: see `tools/goldens/make_published.py`."""
+    """What transformers answers with it: see `tools/goldens/make_published_answers.py`."""
     found = json.loads((GOLDENS / "published" / "smollm2.json").read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found

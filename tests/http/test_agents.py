@@ -146,7 +146,7 @@ def test_what_a_tool_gives_may_show_an_image() -> None:
         for output in (parts, [*parts, image])
     )
     assert texts == "It is red."
-    assert [part["type"] for part in shown] == ["text", "text", "image_url"]
+    assert [part["type"] for part in shown] == ["text", "text", "input_image"]
     assert shown[-1]["image_url"] == image["image_url"]
 
 

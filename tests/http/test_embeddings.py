@@ -98,7 +98,7 @@ def test_refusals_name_the_field(embedder: ServerProcess, server: ServerProcess,
         assert status == 400 and "is an embedding model" in str(found["error"]), found
     with pytest.raises(openai.BadRequestError, match=r"shipped is no embedding model: .*Qwen3-Embedding"):
         client.embeddings.create(model="shipped", input="a")
-    assert server.metric("http_responses_total", path="/v1/embeddings", status="400") == 1
+    assert server.metric("http_responses_total", path="/v1/embeddings", status="400") >= 1  # others ask it, too
 
 
 def test_what_would_not_be_honoured_is_refused() -> None:
@@ -114,6 +114,7 @@ def test_what_would_not_be_honoured_is_refused() -> None:
     assert refusal(embedding_request, truncate_prompt_tokens=5).param == "truncate_prompt_tokens"
     assert refusal(embedding_request, input=[3, 272]).message.startswith("input has the token id 272")
     assert refusal(embedding_request, input=["a", 7]).param == "input"
+    assert refusal(embedding_request, input=[]).message.startswith("input is []: expected text, token ids")
     assert refusal(embedding_request, input=None).message.startswith("input is missing")
     assert refusal(embedding_request, input=["a"] * (MOST_INPUTS + 1)).message.endswith(f"at most {MOST_INPUTS}")
     assert refusal(ollama_request, truncate="yes").message.startswith("truncate is 'yes'")

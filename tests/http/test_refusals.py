@@ -112,6 +112,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"temprature": 1}, "temprature", "did you mean temperature"),
     ({"modalities": ["audio"]}, "modalities", "text"),
     ({"verbosity": "low"}, "verbosity", "not served"),
+    ({"web_search_options": {}}, "web_search_options", "not served"),  # OpenAI's API searches by its own settings then
 ]
 
 

@@ -173,6 +173,10 @@ def test_remove_leaves_what_a_directory_of_the_users_links_to(
     assert code == 0 and "Left where it is" in err
     assert edgellm("info", "own", "--verify")[0] == 0
     assert [path.name for path in Path("hf/hub").rglob("blobs/*")] == [Path("own/model.safetensors").resolve().name]
+    assert {each["kind"] for each in listed(edgellm)} == {"built", "downloaded"}
+    shutil.rmtree("own")
+    assert edgellm("remove", NAME)[0] == 0 and not listed(edgellm)
+    assert not list(Path("hf").rglob("*tiny*")) and not list(Path("cache/models").rglob("*tiny*"))
 
 
 def test_one_file_of_several_is_removed(edgellm: Edgellm, hub: HubServer) -> None:

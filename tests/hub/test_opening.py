@@ -17,6 +17,7 @@ from hub_server import TOKEN, HubServer
 from edgellm import LLM, RequestError
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.hub.directories import local_directory
+from edgellm.hub.downloads import Download, _note_revision
 
 NAME = "robots/tiny"
 QUESTION = ("--backend", "numpy", "Hello", "--raw", "--max-tokens", "4")
@@ -71,8 +72,11 @@ def test_a_moved_revision_is_taken_with_update_alone(edgellm: Edgellm, hub: HubS
     assert local_directory(NAME) == new and not hub.requests
     assert local_directory(NAME, revision="v1") == old
     assert local_directory(NAME, revision=second) == new
+    assert f"commit {second}" in edgellm("info", NAME)[1]
+    assert f"commit {first}" in edgellm("info", f"hf.co/{NAME}/tree/v1")[1]
+    local_directory(NAME, build={"kv_capacity": 64})
     code, _, err = edgellm("info", NAME)
-    assert code == 1 and "2 directories" in err and str(old) in err
+    assert code == 1 and "2 directories" in err and str(new) in err and str(old) not in err
     code, _, err = generated(edgellm, "--update")
     assert code == 0, err
 
@@ -203,6 +207,29 @@ def test_offline_takes_what_the_cache_has(
     )
 
 
+def test_a_revision_is_found_offline_in_the_hubs_cache_alone(
+    hub: HubServer, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this program, whose own cache is another one, and by others."""
+    from huggingface_hub import constants, snapshot_download
+
+    commit = hub.repository(NAME).commit_folder(tiny_checkpoint, "main", "v1")
+    for revision in ("main", "v1"):
+        local_directory(NAME, revision=revision)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("EDGELLM_CACHE_DIR", "other")
+    hub.requests.clear()
+    for revision in ("main", "v1"):
+        assert local_directory(NAME, revision=revision).name == commit[:12]
+        assert Path(snapshot_download(NAME, revision=revision)).name == commit
+    assert not hub.requests
+    found = Download(NAME, commit, "", Path("storage"), {})
+    for revision in ("../../outside", str(Path("outside").absolute()), commit, "refs/pr/1"):
+        _note_revision(found, revision)
+    assert [*filter(Path.is_file, Path("storage").rglob("*"))] == [Path("storage/refs/refs/pr/1")]
+    assert not Path("outside").exists()
+
+
 def test_a_name_is_served_and_measured_under_it(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
     hub.repository(NAME).commit_folder(tiny_checkpoint)
     local_directory(NAME, build={"kv_capacity": 64})
@@ -228,10 +255,12 @@ def test_the_environment_names_hub_cache_and_token(hub: HubServer, tiny_checkpoi
     """In a process of its own, as users start it; the second start does not even load what would ask."""
     hub.repository(NAME).commit_folder(tiny_checkpoint)
     hub.repository(NAME).access = "token"
+    hub.cuts["model.safetensors"] = [50_000]
     command = [sys.executable, "-X", "importtime", "-m", "edgellm", "generate", "-m", NAME, *QUESTION]
     environment = {**os.environ, "EDGELLM_CONFIG": os.devnull, "HF_TOKEN": TOKEN}
     first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert first.returncode == 0, first.stderr[-2000:]
+    assert "Error while downloading" not in first.stderr  # it goes on by itself, and progress stays a line
     assert "huggingface_hub" in first.stderr and [*(tmp_path / "hf" / "hub").glob("models--robots--tiny")]
     hub.requests.clear()
     second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -101,6 +101,8 @@ def test_fields_of_a_goal_reach_the_request(node: Any) -> None:
         ({"choice": ["a"], "json_schema": "{}"}, "has a choice and a json_schema"),
         ({"json_schema": "{"}, "json_schema is no JSON"),
         ({"json_schema": "[" * 100_000}, "json_schema is no JSON"),
+        ({"json_schema": "null"}, "json_schema is 'null': expected a JSON schema that is an object"),
+        ({"temperature": math.nan}, "temperature is nan"),
         ({"show_image": True, "max_image_age": math.nan}, "s old: expected nan s at most"),
         ({"adapter": "nobody"}, "nobody"),
         ({"priority": 10**8}, "priority"),

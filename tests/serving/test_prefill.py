@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -97,7 +98,7 @@ def test_hidden_states_are_of_the_whole_prompt_and_hold_its_slot(tiny_engines: P
         with pytest.raises(RequestError, match="hidden_layers is"):
             LLM(tiny_engines, backend="numpy", hidden_layers=wrong).close()
     for wrong in ([4], [1, 1]):
-        with pytest.raises(EngineDirectoryError, match="expected of tiny different layers from 1 to 3"):
+        with pytest.raises(EngineDirectoryError, match="expected different layers of tiny, from 1 to 3"):
             LLM(tiny_engines, backend="numpy", hidden_layers=wrong).close()
 
 
@@ -143,6 +144,18 @@ def test_memory_is_the_models_own_and_every_reader_holds_the_slot(llm: LLM) -> N
     del part
     assert usable() == 2
     assert not dlpack._under_way
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # ctypes says what was under way
+def test_a_reader_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: said.append(str(found.exc_value)))
+    memory, before = np.zeros((1, 2, 8, 4), np.float32), len(dlpack._under_way)
+    with pytest.raises(SystemError):
+        np.from_dlpack(SharedArray(memory, memory.shape, None, 0))  # of a GPU: NumPy does not take the capsule
+    with pytest.raises((SystemError, ValueError)):  # NumPy 1 keeps its error
+        np.from_dlpack(SharedArray(memory, memory.shape, None, None)).reshape(5)
+    assert len(dlpack._under_way) == before and "Unsupported device" in said[0]
 
 
 def test_a_slot_that_is_held_is_left_alone(llm: LLM) -> None:

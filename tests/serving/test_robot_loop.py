@@ -1,8 +1,9 @@
-"""The example of a robot's loop, on the shipped model."""
+"""The examples of a robot's loop and of answers that are spoken, on the shipped model."""
 
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import statistics
 import sys
 from collections.abc import Iterator
@@ -40,3 +41,22 @@ def test_the_robot_talks_acts_and_stops_while_the_camera_goes_on(example: Module
     assert (called, done) == ("", "I have picked up the red cup.") and "".join(said).startswith(table + done)
     assert len(spent) > 8  # pictures were taken while answers were computed
     assert statistics.median(spent) < 1 / example.CAMERA_RATE
+
+
+def test_sentences_are_spoken_as_they_end(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = str(repository / "tools" / "examples" / "spoken_answer.py")
+    taken: list[str] = []
+    pieces = (taken.append(each) or each for each in ("It is r", "ed. It", " is 3.5 m away!\n", "Right", "? "))
+    spoken = runpy.run_path(path)["sentences"](pieces)
+    assert (next(spoken), len(taken)) == ("It is red.", 2)
+    assert list(spoken) == ["It is 3.5 m away!", "Right?"]
+    voice = ["spoken_answer.py", "--voice", "sed 's/^/spoken: /'"]
+    monkeypatch.setattr(sys, "argv", [*voice, "Where is the red cup?"])
+    runpy.run_path(path, run_name="__main__")
+    assert capfd.readouterr().out.splitlines()[-1] == "spoken: The red cup is at the front left."
+    monkeypatch.setattr(sys, "argv", [*voice[:2], str(tmp_path / "none"), "Hello"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(path, run_name="__main__")
+    assert "none is not installed" in capfd.readouterr().err

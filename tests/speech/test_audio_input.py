@@ -122,6 +122,7 @@ def test_flac_is_read_where_soundfile_is_installed() -> None:
         ((SAMPLES, 10), "the rate is 10 Hz"),
         ((SAMPLES, 16000.0), r"the rate is 16000\.0 Hz"),
         (SAMPLES, "a sound is a ndarray"),
+        ((SAMPLES.tolist(), RATE), r"or \(a NumPy array of samples, rate in Hz\)"),
         (Path("/"), "is a folder: expected the file of a sound"),
         (b"RIFF\0\0\0\0WAVE" + bytes(3), "it is damaged"),
         (wav(SAMPLES[:0]), "a WAV file without a format or without samples"),

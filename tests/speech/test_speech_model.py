@@ -257,7 +257,7 @@ def test_parts_that_are_wrong_are_named(llm: LLM, part: dict[str, Any], error: t
 
 
 def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> None:
-    with pytest.raises(MediaError, match=r"has 1 audio markers \(token 261\), but there are 0 audios"):
+    with pytest.raises(MediaError, match=r"has 1 sound marker \(token 261\) for 0 sounds"):
         llm.generate(AUDIO)
     with pytest.raises(RequestError, match="leave `audio` out"):
         llm.chat("Hello", audio=[SOUNDS[1]])

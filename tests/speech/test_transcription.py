@@ -6,6 +6,8 @@ import asyncio
 import base64
 import io
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from edgellm.errors import AudioError, ContextError, RequestError
 from edgellm.http.errors import TRANSCRIPTIONS, HTTPError
 from edgellm.http.fields import ServedModel
 from edgellm.http.transcriptions import parts_of_form, transcription
+from edgellm.multimodal.audio_input import heard
 from edgellm.transcription import TranscriptReader, language_name, transcription_request
 
 SPEECH = sound(3.0)
@@ -177,10 +180,12 @@ def test_the_command_writes_what_is_said(edgellm: Edgellm, speech_engines: Path,
     path.write_bytes(FILE)
     code, out, err = edgellm("transcribe", speech_engines, path, "--json")
     assert (code, json.loads(out)["text"]) == (0, llm.transcribe(path).text), err
-    assert edgellm("transcribe", speech_engines)[0] == 2
+    assert edgellm("transcribe", speech_engines)[0] == edgellm("transcribe", speech_engines, "")[0] == 2
+    path = path.rename(tmp_path / "said\udcff.wav")  # as recorders of other systems may name it
+    assert edgellm("transcribe", speech_engines, path)[0] == 0
     assert edgellm("transcribe", "-m", speech_engines, path, "--every", 1)[0] == 2
     code, _, err = edgellm("transcribe", "-m", speech_engines, "-", stdin=FILE[44:])  # samples alone
-    assert code == 1 and "raw samples a WAV header, or edgellm transcribe's --every and --rate" in err
+    assert code == 1 and "raw samples need a WAV header, or edgellm transcribe's --every and --rate" in err
     follow = ("transcribe", "-m", speech_engines, "-", "--every", 1.25, "--language", "en", "--json", "--max-tokens", 9)
     code, out, err = edgellm(*follow, stdin=FILE[44:] + b"x")
     lines = [json.loads(line) for line in out.splitlines()]
@@ -190,6 +195,26 @@ def test_the_command_writes_what_is_said(edgellm: Edgellm, speech_engines: Path,
     assert lines[-1]["text"] == llm.transcribe(path, "en", max_tokens=9 + told).text
     for data in (b"", FILE):
         assert "standard input is empty or a WAV file" in edgellm(*follow, stdin=data)[2]
+
+
+def test_what_a_synthesizer_says_is_heard_from_a_pipe_and_in_pieces(
+    edgellm: Edgellm, speech_engines: Path, llm: LLM
+) -> None:
+    program = shutil.which("espeak-ng")
+    if program is None:
+        pytest.skip("espeak-ng is not installed")
+    asked = [program, "--stdout", "Please pick up the red cup."]  # whose WAV header knows no length
+    said = subprocess.run(asked, stdout=subprocess.PIPE, check=True).stdout
+    samples, rate = heard(said)
+    assert rate != RATE and 1 < len(samples) / rate < 4 and samples.std() > 0.01
+    code, out, err = edgellm("transcribe", speech_engines, "-", "--json", "--max-tokens", 12, stdin=said)
+    assert (code, json.loads(out)["text"]) == (0, llm.transcribe(said, max_tokens=12).text), err
+    stream = SpeechStream(llm, rate, "en", **SHORT)
+    for piece in np.array_split(samples, 4):
+        found = stream.hear(piece)
+    most = 12 + len(llm.tokenizer.encode(found.text))
+    expected = llm.transcribe(said, "en", **SHORT | {"max_tokens": most})
+    assert stream.finish().response.token_ids == expected.response.token_ids
 
 
 def test_what_outgrows_the_context_goes_on_as_another_stream(edgellm: Edgellm, speech_engines: Path) -> None:
@@ -293,6 +318,9 @@ def _chat(server: ServerProcess, llm: LLM) -> None:
     found = create(messages=[{"role": "user", "content": parts}], **asked)
     own = [{"role": "user", "content": [{"type": "audio", "audio": FILE}]}]
     assert found.choices[0].message.content == llm.chat(own, temperature=0, max_tokens=12).text
+    body = {"model": "qwen3_asr", "temperature": 0, "max_output_tokens": 12, "store": True}
+    created = server.client().responses.create(input=[{"role": "user", "content": parts}], **body)
+    assert created.output_text == found.choices[0].message.content
     parts[0] = {"type": "audio_url", "audio_url": {"url": "file:///etc/passwd"}}
     with pytest.raises(openai.BadRequestError, match="sounds are taken as base64 and data URLs alone"):
         create(messages=[{"role": "user", "content": parts}], **asked)

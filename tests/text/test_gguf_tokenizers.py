@@ -91,6 +91,16 @@ PUBLISHED: dict[str, tuple[str | None, list[Any], bool]] = {
     ),
     "smollm": (None, [{"type": "Digits", "individual_digits": True}, None], False),
     "gpt-2": (None, [None], False),
+    "hunyuan-dense": (
+        None,
+        [
+            r"\p{N}{1,3}",
+            "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+            rf"""| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}""",
+        ],
+        False,
+    ),
 }
 
 

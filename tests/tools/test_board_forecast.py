@@ -107,10 +107,10 @@ def test_a_row_says_what_fits_and_what_others_published() -> None:
 def test_models_are_of_the_published_sizes() -> None:
     """In billions of weights, by a plain step's reading."""
     sizes = {"llama-1b": 1.24, "llama-3b": 3.21, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen3-1.7b": 1.72}
-    sizes |= {"qwen3-4b": 4.02}
+    sizes |= {"qwen3-4b": 4.02, "Qwen3-30B-A3B": 3.04}  # of experts those that are chosen
     for name, billions in sizes.items():
         assert Model(name, "float16", 512).weight_gb == pytest.approx(2 * billions, rel=0.01)
-    for name, billions in {"llama-8b": 8.03, "qwen2.5-7b": 7.62}.items():
+    for name, billions in {"llama-8b": 8.03, "qwen2.5-7b": 7.62, "Qwen3-30B-A3B": 30.53}.items():
         assert Model(name, "float16", 512).memory_gb == pytest.approx(2 * billions, rel=0.01)
     assert all(decoder_config(each).num_layers for each in MODELS.values())
     assert all(each.board in BOARDS and each.model in MODELS and each.weights in WEIGHTS for each in PUBLISHED)

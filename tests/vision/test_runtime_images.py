@@ -131,10 +131,10 @@ def test_prompts_without_messages_have_markers(runtime: SpecDecodeRuntime) -> No
 @pytest.mark.parametrize(
     ("prompt", "images", "message"),
     [
-        ("no marker", [PIXELS], r"has 0 image markers .token 259., but there are 1 images"),
+        ("no marker", [PIXELS], r"has 0 image markers .token 259. for 1 image:"),
         ("<|image_pad|><|image_pad|>", [PIXELS], "has 2 image markers"),
-        ("<|image_pad|>", [PIXELS, OTHER], "but there are 2 images"),
-        ("<|image_pad|>", [], "has 1 image markers .token 259., but there are 0 images"),
+        ("<|image_pad|>", [PIXELS, OTHER], "1 image marker .token 259. for 2 images"),
+        ("<|image_pad|>", [], "has 1 image marker .token 259. for 0 images:"),
         ([IMAGE_TOKEN, 5, IMAGE_TOKEN], [PIXELS], "has 2 image markers"),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_text_only_model_refuses_images(tiny_engines: Path) -> None:
         assert not runtime.has_vision_model
         with pytest.raises(RequestError, match=r"part 1 of message 1 .user. .*no vision model: send text only"):
             runtime.handle_request(Request(messages=[question(PIXELS, "What is it?")]))
-        with pytest.raises(RequestError, match=r"shows 1 images, but .* has no vision model: leave them out"):
+        with pytest.raises(RequestError, match=r"shows 1 image, but .* has no vision model: leave them out"):
             runtime.handle_request(Request("What is it?", images=[PIXELS]))
 
 

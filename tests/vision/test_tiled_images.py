@@ -256,7 +256,7 @@ def test_a_model_answers_as_transformers_does(golden: Golden) -> None:
         assert list(shown.token_ids) == golden.expected["greedy"].tolist()
         asked = llm.chat([{"role": "user", "content": parts}], PARAMS)
         assert (asked.usage.prompt_tokens, asked.token_ids) == (shown.usage.prompt_tokens, shown.token_ids)
-        with pytest.raises(MediaError, match=r"2 image markers .*, but there are 1 images"):
+        with pytest.raises(MediaError, match=r"2 image markers .* for 1 image: show"):
             llm.generate(golden.prompt, PARAMS, images=golden.images[:1])
 
 

@@ -193,8 +193,10 @@ def test_openais_client_shows_a_file(llm: LLM, engines: Path) -> None:
     asked: dict[str, Any] = {"model": "qwen3_vl", "temperature": 0, "max_tokens": 6}
     with running("--model", engines) as server:
         found = server.client().chat.completions.create(messages=message(part), **asked)
+        asked["max_output_tokens"] = asked.pop("max_tokens")
+        created = server.client().responses.create(input=message(part), **asked)
     expected = llm.chat(message(shown(data)), temperature=0, max_tokens=6)
-    assert found.choices[0].message.content == expected.text
+    assert found.choices[0].message.content == created.output_text == expected.text
     assert found.usage.prompt_tokens == expected.usage.prompt_tokens
 
 

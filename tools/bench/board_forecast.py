@@ -75,7 +75,7 @@ OTHERS = (
     *("granite-4.0-350m", "ERNIE-4.5-0.3B", "MiniCPM4-0.5B", "EXAONE-4.0-1.2B", "granite-4.0-1b", "Phi-4-mini"),
     *("Olmo-3-7B", "Hunyuan-7B", "Ministral-3-8B", "gemma-2-2b", "gemma-4-E2B", "gemma-4-E4B"),
     *("Nemotron-3-Nano-4B", "granite-4.0-h-350m", "granite-4.0-h-tiny", "Nemotron-3-Nano-30B-A3B"),
-    *("gemma-4-12B-it", "gemma-4-31B-it", "LFM2-8B-A1B", "gpt-oss-20b"),
+    *("gemma-4-12B-it", "gemma-4-31B-it", "LFM2-8B-A1B", "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B"),
 )
 MODELS |= {name: PUBLISHED_CONFIGS[name][0] if name in PUBLISHED_CONFIGS else KNOWN[name] for name in OTHERS}
 
@@ -134,9 +134,10 @@ class Model:
 
     @cached_property
     def weight_gb(self) -> float:
-        """GB of the weights that a plain step reads."""
+        """GB of the weights that a plain step reads: of experts those that are chosen."""
         (shape,) = plain_shapes(self.plain.limits)
-        return _gigabytes(model_program(self.plain.config, shape).weights.values(), self.plain)
+        chosen = 1 if self.config.mixture is None else self.config.mixture.chosen
+        return _gigabytes(model_program(self.plain.config, shape).weights.values(), self.plain, chosen)
 
     @cached_property
     def memory_gb(self) -> float:
@@ -156,12 +157,13 @@ class Model:
         return seconds(self.costs(plan), board, **assumed)
 
 
-def _gigabytes(specs: Iterable[WeightSpec], directory: RandomDirectory) -> float:
-    packed, dtype = directory.layouts.get("base", {}), directory.dtype
-    return (
-        sum(math.prod(packed[each.name].shape) if each.name in packed else spec_bytes(each, dtype) for each in specs)
-        / 1e9
-    )
+def _gigabytes(specs: Iterable[WeightSpec], directory: RandomDirectory, chosen: int | None = None) -> float:
+    """Of all weights, or where experts are `chosen` of so many experts."""
+    packed, total = directory.layouts.get("base", {}), 0.0
+    for each in specs:
+        size = math.prod(packed[each.name].shape) if each.name in packed else spec_bytes(each, directory.dtype)
+        total += size * (chosen / each.experts if chosen and each.experts else 1)
+    return total / 1e9
 
 
 def forecast(model: Model, board_name: str, tokens: Mapping[str, float]) -> dict[str, Any]:

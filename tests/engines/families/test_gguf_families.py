@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_models import ARCHITECTURES, rope_factors, write_model
-from gguf_writing import Tensor, Typed, dense, write_gguf
+from gguf_writing import Tensor, Typed, dense, random_blocks, write_gguf
 from golden_files import golden_folder, read_tensors
 from mtp_checkpoints import golden_checkpoint
+from tiny_families import MIXTURES
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.mtp import read_mtp
@@ -331,6 +335,24 @@ def test_experts_are_slices_of_their_stacks(tmp_path: Path) -> None:
     assert not whole.bytes_of(whole.tensors[name.replace("gate_up", "down")]).flags.writeable  # nothing was copied
     for name, info in whole.tensors.items():
         np.testing.assert_array_equal(first.bytes_of(first.tensors[name]), whole.bytes_of(info))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "dense"])
+def test_experts_are_read_where_they_are_used(make_checkpoint: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    """By NumPy, once the file is closed; one that was shortened since is an error, and no end of the process."""
+    random = np.random.default_rng(1)
+
+    def kinds(name: str, values: np.ndarray) -> Tensor | None:
+        return random_blocks(kind, values.shape, random) if "_exps" in name and kind != "dense" else None
+
+    folder = as_folder(make_checkpoint(tmp_path / "olmoe", **MIXTURES["olmoe"]), tmp_path / "model", kinds=kinds)
+    with Checkpoint.open(folder) as checkpoint:
+        spec = next(each for each in decoder_weights(decoder_config(checkpoint.config)) if each.experts)
+        experts = load_numpy_weights(checkpoint, [spec])[spec.name]
+    assert experts.of(3).any()
+    os.truncate(folder / "model.gguf", 4096)
+    with pytest.raises(CheckpointError, match=r"model\.gguf was changed while it was read"):
+        experts.of(3)
 
 
 @pytest.mark.parametrize(

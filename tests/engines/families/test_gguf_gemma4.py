@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,7 @@ def make_file(make_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[
 def test_rows_are_those_of_the_whole_table(
     make_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """It is read from the mapped file, once that is closed, and never as a whole."""
+    """It is read from the file, once that is closed, and never as a whole."""
     random = np.random.default_rng(3)
     if kind == "float16":
         values = random.normal(0, 1, SHAPE).astype(np.float16)
@@ -77,13 +79,13 @@ def test_rows_are_those_of_the_whole_table(
     else:
         table = random_blocks(kind, SHAPE, random, 0.05)
         expected = whole(table)
-    taken, bytes_of = [], GgufFile.bytes_of
+    taken, pieces_of = [], GgufFile.pieces_of
 
-    def noted(file: GgufFile, info: Any, start: int = 0, stop: int | None = None) -> np.ndarray:
-        taken.append((info.name, stop))
-        return bytes_of(file, info, start, stop)
+    def noted(file: GgufFile, info: Any, starts: Sequence[int], size: int) -> np.ndarray:
+        taken.append((info.name, size))
+        return pieces_of(file, info, starts, size)
 
-    monkeypatch.setattr(GgufFile, "bytes_of", noted)
+    monkeypatch.setattr(GgufFile, "pieces_of", noted)
     with checkpoint_folder(make_file("model", table)) as folder, Checkpoint.open(folder) as checkpoint:
         config = decoder_config(checkpoint.config)
         rows = TokenRows(NumpyBackend(config), config, checkpoint, 1)
@@ -92,7 +94,36 @@ def test_rows_are_those_of_the_whole_table(
     found = rows.of(ids)
     np.testing.assert_array_equal(found[[0, 0, 1, 1], [0, 1, 0, 1]], expected[[0, 319, 7, 7]])
     assert not found[0, 2].any() and not found[1, 2].any() and found[1, 0].any()
-    assert {stop for name, stop in taken if name == TABLE} == {1}
+    assert {size for name, size in taken if name == TABLE} == {len(table.data) // SHAPE[0]}
+
+
+#: Generates with a file, shortens it, and tries again.
+SHORTENED = """
+import os, sys
+from edgellm import LLM, SamplingParams
+from edgellm.errors import CheckpointError
+with LLM(sys.argv[1], backend="numpy") as llm:
+    asked = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    llm.generate("The red cup", asked)
+    os.truncate(sys.argv[1], 4096)
+    try:
+        llm.generate("one two three", asked)
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["q6_k", "float16"])
+def test_a_file_that_is_shortened_while_answers_need_it(make_file: Callable[..., Path], kind: str) -> None:
+    """In a process of its own: a page of a mapped file that is gone would end it."""
+    random = np.random.default_rng(3)
+    table = (
+        random_blocks(kind, SHAPE, random) if kind == "q6_k" else dense(random.normal(0, 1, SHAPE).astype("float16"))
+    )
+    file = make_file("model", table)
+    done = subprocess.run([sys.executable, "-c", SHORTENED, str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert "model.gguf was changed while it was read: it has 4,096 bytes" in done.stdout
 
 
 def test_answers_are_those_of_the_dense_table(make_file: Callable[..., Path]) -> None:

@@ -85,6 +85,15 @@ def test_stacked_experts_are_slices_of_the_file(tmp_path: Path) -> None:
         assert info.name == "model.layers.2.mlp.experts.gate_up_proj[3, 16:32]"
 
 
+def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    target = stacked(GOLDENS / "qwen3_moe", tmp_path / "twice")
+    tensors, name = load_file(target / MODEL), "model.layers.2.mlp.experts.3.up_proj.weight"
+    save_file(tensors | {name: np.zeros((16, 24), np.float16)}, target / MODEL)
+    with pytest.raises(CheckpointError, match=re.escape("gate_up_proj[3, 16:32]'")) as raised:
+        Checkpoint.open(target)
+    assert f"'{name}'" in str(raised.value) and "Remove one" in str(raised.value)
+
+
 class TestChoice:
     """Which experts a row goes through."""
 
@@ -164,9 +173,15 @@ def test_packed_experts_of_a_width_of_their_own(make_checkpoint: Callable[..., P
     assert config.mixture is not None and config.mixture.latent_size == 32
 
 
+@pytest.mark.parametrize(
+    ("backend", "kv_cache"),
+    [("numpy", "compute"), *(pytest.param("tensorrt", each, marks=pytest.mark.gpu) for each in ("compute", "int8"))],
+)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_sessions_snapshots_adapters_and_drafts(
     family: str,
+    backend: str,
+    kv_cache: str,
     make_checkpoint: Callable[..., Path],
     make_adapter: Callable[..., Path],
     make_draft: Callable[..., Path],
@@ -178,14 +193,22 @@ def test_sessions_snapshots_adapters_and_drafts(
     with Checkpoint.open(source) as checkpoint:
         config = decoder_config(checkpoint.config)
     adapter = make_adapter(tmp_path / "adapter", config, targets=("q_proj", "o_proj"))
-    limits = EngineLimits(2, 16, 256, draft_top_k=4, draft_steps=3, verify_tree_size=12, lora_slots=1, max_lora_rank=4)
+    limits = EngineLimits(
+        *(2, 16, 256),
+        kv_cache=kv_cache,
+        draft_top_k=4,
+        draft_steps=3,
+        verify_tree_size=12,
+        lora_slots=1,
+        max_lora_rank=4,
+    )
     build_engine_directory(
         source, engines, limits, [], draft=make_draft(tmp_path / "draft"), adapters={"style": adapter}
     )
     params = SamplingParams(max_tokens=10, ignore_eos=True)
 
     def said(adapter: str | None, drafting: DraftingConfig | None, load: bool = False) -> list[tuple[int, ...]]:
-        with LLM(engines, backend="numpy", drafting=drafting) as llm:
+        with LLM(engines, backend=backend, drafting=drafting) as llm:
             if load:
                 llm.load_snapshot(kept)
             session = llm.create_session("be brief", params, adapter=adapter)
@@ -301,11 +324,15 @@ def test_the_plan_counts_no_mapped_experts() -> None:
         ({"mlp_only_layers": "1"}, 'mlp_only_layers is "1", expected a list of layers'),
         ({"n_shared_experts": 1}, "n_shared_experts is 1, which is not supported"),
         ({"topk_method": "noaux_tc"}, 'topk_method is "noaux_tc", which is not supported'),
+        ({"score_function": "sigmoid"}, 'score_function is "sigmoid", which is not supported'),
+        ({"swiglu_limit": 7.0}, "swiglu_limit is 7.0, which is not supported"),
+        ({"num_experts": 4}, "num_local_experts is 6, expected 4, as num_experts says"),
     ],
 )
 def test_configurations_that_are_refused(changed: dict[str, object], problem: str) -> None:
     config = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
-    assert decoder_config(config).mixture == Mixture(6, 2, 16, dense_layers=(1,))
+    for same in ({}, {"num_experts": 6}, {"score_function": "softmax"}):
+        assert decoder_config(config | same).mixture == Mixture(6, 2, 16, dense_layers=(1,))
     with pytest.raises((CheckpointError, UnsupportedModelError)) as raised:
         decoder_config(config | changed)
     assert problem in str(raised.value)

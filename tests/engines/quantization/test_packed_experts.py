@@ -1,4 +1,7 @@
-"""Mixtures whose experts are packed as others publish them: MXFP4, NVFP4, FP8 in blocks, AutoRound and GPTQ."""
+"""Mixtures whose experts are packed as others publish them: MXFP4, NVFP4, FP8 in blocks, AutoRound, GPTQ and AWQ.
+
+Scales are powers of two, so that 16 bits hold all values as they are.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,10 @@ def _e4m3(bits: np.ndarray) -> np.ndarray:
     return (sign * np.where(exponent == 0, small, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))).astype(np.float32)
 
 
+def _powers(shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    return np.exp2(random.integers(-6, -3, shape)).astype(np.float32)
+
+
 def _four_bits(rows: int, columns: int, random: np.random.Generator) -> tuple[StoredTensor, np.ndarray]:
     codes = random.integers(0, 16, (rows, columns), np.uint8)
     return StoredTensor("uint8", codes[:, ::2] | codes[:, 1::2] << 4), E2M1[codes]
@@ -65,7 +72,7 @@ def _fp8(rows: int, columns: int, random: np.random.Generator) -> Packed:
     codes = random.integers(0, 256, (rows, columns), np.uint8)
     codes[codes & 127 == 127] = 0  # which are no numbers
     codes = np.where(codes >> 3 & 15 > 8, codes & 0xBF, codes).astype(np.uint8)
-    scales = random.uniform(0.05, 0.2, (rows // 32, columns // 32)).astype(np.float32)
+    scales = _powers((rows // 32, columns // 32), random)
     own = {"weight": StoredTensor("float8_e4m3", codes), "weight_scale_inv": StoredTensor("float32", scales)}
     return own, _e4m3(codes) * np.repeat(np.repeat(scales, 32, axis=0), 32, axis=1)
 
@@ -74,7 +81,7 @@ def _gptq(rows: int, columns: int, random: np.random.Generator) -> Packed:
     codes = random.integers(0, 16, (rows, columns)).astype(np.uint32)
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
     words = (codes.T.reshape(columns // 8, 8, rows) << shifts[None, :, None]).sum(1, dtype=np.uint32)
-    scales = random.uniform(0.01, 0.05, (columns // 32, rows)).astype(np.float16)
+    scales = _powers((columns // 32, rows), random).astype(np.float16)
     own = {
         "qweight": StoredTensor("int32", words.view(np.int32)),
         "qzeros": StoredTensor("int32", np.full((columns // 32, rows // 8), 0x77777777, np.int32)),
@@ -87,6 +94,19 @@ def _gptq(rows: int, columns: int, random: np.random.Generator) -> Packed:
 def _without_groups(rows: int, columns: int, random: np.random.Generator) -> Packed:
     own, values = _gptq(rows, columns, random)
     return {name: each for name, each in own.items() if name != "g_idx"}, values
+
+
+def _awq(rows: int, columns: int, random: np.random.Generator) -> Packed:
+    shifts = 4 * np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32)  # of the eight columns of a word
+
+    def words(codes: np.ndarray) -> StoredTensor:
+        found = (codes.reshape(len(codes), -1, 8).astype(np.uint32) << shifts).sum(-1, dtype=np.uint32)
+        return StoredTensor("int32", found.view(np.int32))
+
+    codes, zeros = (random.integers(0, 16, (count, rows)) for count in (columns, columns // 32))
+    scales = _powers((columns // 32, rows), random).astype(np.float16)
+    values = (codes - np.repeat(zeros, 32, axis=0)) * np.repeat(scales.astype(np.float32), 32, axis=0)
+    return {"qweight": words(codes), "qzeros": words(zeros), "scales": StoredTensor("float16", scales)}, values.T
 
 
 def _compressed(kind: str, group: int) -> dict[str, Any]:
@@ -102,6 +122,7 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     "nvfp4": (_compressed("nvfp4-pack-quantized", 16), _nvfp4),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": []}, _fp8),
     "auto-round": ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"} | _GPTQ, _without_groups),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": None}, _awq),
     "gptq": ({"quant_method": "gptq", "checkpoint_format": "gptq", "desc_act": False, "dynamic": {}} | _GPTQ, _gptq),
 }
 
@@ -114,7 +135,8 @@ def write(source: Path, folder: Path, method: str, routers_are_named: bool) -> t
     kept = []
     for name, values in sorted(load_file(source / MODEL).items()):
         module = name.removesuffix(".weight")
-        if values.ndim < 2 or "embed" in name or re.fullmatch(KEPT, module):
+        is_router = method == "awq" and module.endswith("mlp.gate")  # AutoAWQ packs it, too
+        if values.ndim < 2 or "embed" in name or (re.fullmatch(KEPT, module) and not is_router):
             tensors[name] = twin[name] = StoredTensor("float16", values.astype(np.float16))
             kept += [module] if values.ndim == 2 and (routers_are_named or not module.endswith("mlp.gate")) else []
             continue
@@ -127,6 +149,8 @@ def write(source: Path, folder: Path, method: str, routers_are_named: bool) -> t
         settings = settings | {"extra_config": {module: {"bits": 16} for module in kept}}
     elif method == "gptq":
         settings = settings | {"dynamic": {f"-:{re.escape(module)}$": {} for module in kept}}
+    elif method == "awq":
+        settings = settings | {"modules_to_not_convert": ["self_attn"]}
     for target, own in ((folder / "packed", tensors), (folder / "twin", twin)):
         shutil.copytree(source, target)
         write_tensors(target / MODEL, own)
@@ -138,16 +162,15 @@ def write(source: Path, folder: Path, method: str, routers_are_named: bool) -> t
 def test_packed_experts_are_their_dense_twin(method: str, make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "model", 6, **MIXTURES["qwen3_moe"])
     packed, twin = write(source, tmp_path, method, routers_are_named=method not in ("gptq", "auto-round"))
-    rounded = method != "mxfp4"  # products are rounded as the packages do
     with Checkpoint.open(packed) as found, Checkpoint.open(twin) as expected:
         for expert in (0, 5):
             for part, shape in (("gate", (32, 64)), ("down", (64, 32))):
                 name = f"model.layers.2.mlp.experts.{expert}.{part}_proj.weight"
                 weight = found.packed(name, shape)
                 assert weight is not None
-                np.testing.assert_allclose(weight.values(), expected.raw(name), rtol=2**-8 if rounded else 1e-6)
+                np.testing.assert_array_equal(weight.values(), expected.raw(name))
     ours, wanted = (logits(each, [range(3, 40)]) for each in (packed, twin))
-    assert np.abs(ours - wanted).max() <= (0.2 if rounded else 1e-4) * np.abs(wanted).max()
+    assert np.abs(ours - wanted).max() <= 1e-4 * np.abs(wanted).max()
 
 
 def _fp8_stacks(golden: GoldenModel, folder: Path, turned: bool, block: int) -> dict[str, np.ndarray]:

@@ -141,7 +141,7 @@ def test_encoders_by_name_take_what_is_theirs_in_the_prompts_order() -> None:
     ]
     table = runner.tables(slice(0, 1)).embedding
     np.testing.assert_array_equal(media.spans[2].embeddings.rows, table[5:8])
-    with pytest.raises(MediaError, match=r"0 sound markers .* there are 1 sounds"):
+    with pytest.raises(MediaError, match=r"0 sound markers .* for 1 sound:"):
         encoders.expand([4, 4], pieces)
-    with pytest.raises(RequestError, match="shows 1 images, but robot has no vision model"):
+    with pytest.raises(RequestError, match="shows 1 image, but robot has no vision model"):
         encoders.prepare([MediaReference([], False, "RGB", "image 1")])
