@@ -28,7 +28,8 @@ def write_lines(path: Path, records: list[dict]) -> Path:
 
 
 def test_prompts_that_share_a_run_of_words_are_left_out(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "held_out.jsonl", [{"turns": [MEASURED, "Say it again"]}])
+    lines = [{"turns": [MEASURED]}, {"prompt": "Say it again", "task": "chat"}]  # as `edgellm bench` takes both
+    file = write_lines(tmp_path / "held_out.jsonl", lines)
     given = [
         ("a", "compose a TRAVEL blog post, about a trip to Hawaii!"),
         ("a", "Compose a travel blog post."),
@@ -41,6 +42,12 @@ def test_prompts_that_share_a_run_of_words_are_left_out(tmp_path: Path) -> None:
     few = sorted(each["prompt"] for each in kept if each["source"] != "taskmaster4")
     assert few == ["Compose a travel blog post.", "Hello"]
     assert len(kept) - len(few) == MOST["taskmaster4"]
+
+
+def test_a_line_that_says_nothing_is_named(tmp_path: Path) -> None:
+    for wrong in ({"text": "Hello"}, {"turns": "Hello"}, {"turns": [3]}):
+        with pytest.raises(SystemExit, match=r'expected \{"prompt": "..."\} or \{"turns"'):
+            held_out_runs([write_lines(tmp_path / "wrong.jsonl", [wrong])])
 
 
 def test_titles_and_passages_become_prompts(tmp_path: Path) -> None:
