@@ -128,7 +128,8 @@ def two_steps(draft: Draft, base: Base, features: torch.Tensor, ids: torch.Tenso
 def test_a_model_without_a_head_to_be_is_refused_before_it_answers(trained: Path, tmp_path: Path) -> None:
     config = json.loads((trained / "base" / "config.json").read_text())
     capped = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 30.0}
-    wrong = {
+    wrong: dict[str, dict | None] = {
+        "has no config.json": None,
         "logits are not": capped,
         "does not open": {"model_type": "of_nobody"},
         "multiple of 64": {"hidden_size": 72, "head_dim": 16},
@@ -136,7 +137,8 @@ def test_a_model_without_a_head_to_be_is_refused_before_it_answers(trained: Path
     for number, (expected, changes) in enumerate(wrong.items()):
         base = tmp_path / str(number)
         base.mkdir()
-        (base / "config.json").write_text(json.dumps(config | changes))
+        if changes is not None:
+            (base / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(SystemExit, match=expected):
             main([str(base), str(tmp_path / "head"), "--work", str(base), "--prompts", str(trained / "prompts.jsonl")])
 

@@ -43,6 +43,8 @@ _OTHER_LOGITS = "{}: logits are not the head's product with the last hidden stat
 def check_base(folder: Path) -> None:
     """Raise SystemExit for a model that no head can be trained for, as far as its configuration says so: before it has
     answered for minutes."""
+    if not (folder / "config.json").exists():
+        raise SystemExit(f"{folder} has no config.json: expected a checkpoint as it is published, or a GGUF file")
     try:
         config: Any = AutoConfig.from_pretrained(folder).get_text_config()
     except (ValueError, OSError) as error:
