@@ -239,7 +239,7 @@ def train_head(folder: Path, documents: Sequence[Document], sizes: tuple[int, in
     }
     print(*(f"{name} {value}" for name, value in record.items()), flush=True)
     record["training"] = train(draft.to(device), base, documents[measured:], course)
-    record["held_out_hits"] = held_out_hits(draft, base, documents[:measured], course)
+    record["held_out_hits"] = held_out_hits(draft, base, documents[:measured], course) if measured else []
     part = to.with_name(to.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
