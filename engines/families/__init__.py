@@ -46,9 +46,10 @@ _REFUSED = {
 }
 #: What is nearest to other families, by how their names begin; then by what parts of the names of their fields say.
 _NEAREST = {
-    **{"gemma3n": "Gemma 4 E2B or E4B", "gemma": "Gemma 3 or 4", "phi": "Phi-4-mini", "minicpm": "MiniCPM 4"},
+    **{"gemma3n": "Gemma 4 E2B or E4B", "gemma": "Gemma 3 or 4", "phi": "Phi-4-mini"},
+    **{"minicpmv": "MiniCPM-V 4.6", "minicpm": "MiniCPM 4", "ministral": "Ministral 3"},
     **{"ernie": "ERNIE 4.5 0.3B", "hunyuan": "Hunyuan 0.5B to 7B", "exaone": "EXAONE 4", "olmo": "OLMo 3"},
-    **{"granite": "Granite 4", "nemotron": "Nemotron 3 Nano", "lfm2": "LFM2", "mistral": "Ministral 3"},
+    **{"granite": "Granite 4", "nemotron": "Nemotron 3 Nano", "lfm": "LFM2", "mistral": "Ministral 3"},
     **{"qwen3_next": "Qwen3.5-MoE", "qwen3next": "Qwen3.5-MoE", "qwen2_moe": "Qwen3-MoE", "qwen2moe": "Qwen3-MoE"},
 }
 _NEAREST_BY_FIELDS = {
@@ -109,7 +110,7 @@ def _family(config_json: dict[str, Any]) -> Family:
 def _nearest(name: str, config_json: dict[str, Any]) -> str:
     """The supported model that is nearest to one of another family."""
     text = config_json.get("text_config")
-    keys = " ".join([*config_json, *(text if isinstance(text, dict) else ())])
+    keys = " ".join([name, *config_json, *(text if isinstance(text, dict) else ())])
     of_name = (model for begin, model in _NEAREST.items() if name.lower().startswith(begin))
     of_fields = (model for part, model in _NEAREST_BY_FIELDS.items() if part in keys)
     return next(of_name, None) or next(of_fields, "Qwen3 or Llama 3")
