@@ -48,7 +48,9 @@ def test_a_published_configuration_is_read_or_refused_by_its_architecture(name: 
         return
     (architecture,) = config["architectures"]
     assert config["model_type"] not in FAMILIES
-    with pytest.raises(UnsupportedModelError, match=f"the architecture is {architecture}; supported are Llama.*Nearest to it"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"the architecture is {architecture}; supported are Llama.*Nearest to it"
+    ):
         decoder_config(config)
 
 
