@@ -10,6 +10,7 @@ from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.nearest import nearest
 
 __all__ = ["FAMILIES", "decoder_config"]
 
@@ -44,18 +45,6 @@ _REFUSED = {
     "voxtral_realtime": "a row of sound is added to each token that it writes, which decode steps do not take, and "
     "its encoder keeps keys and values: take Voxtral Mini or, for streams, Qwen3-ASR"
 }
-#: What is nearest to other families, by how their names begin; then by what parts of the names of their fields say.
-_NEAREST = {
-    **{"gemma3n": "Gemma 4 E2B or E4B", "gemma": "Gemma 3 or 4", "phi": "Phi-4-mini"},
-    **{"minicpmv": "MiniCPM-V 4.6", "minicpm": "MiniCPM 4", "ministral": "Ministral 3"},
-    **{"ernie": "ERNIE 4.5 0.3B", "hunyuan": "Hunyuan 0.5B to 7B", "exaone": "EXAONE 4", "olmo": "OLMo 3"},
-    **{"granite": "Granite 4", "nemotron": "Nemotron 3 Nano", "lfm": "LFM2", "mistral": "Ministral 3"},
-    **{"qwen3_next": "Qwen3.5-MoE", "qwen3next": "Qwen3.5-MoE", "qwen2_moe": "Qwen3-MoE", "qwen2moe": "Qwen3-MoE"},
-}
-_NEAREST_BY_FIELDS = {
-    **dict.fromkeys(("mamba", "ssm"), "Granite 4 H or Nemotron 3 Nano"),
-    **{"expert": "Qwen3-30B-A3B or gpt-oss-20b", "audio_config": "Qwen3-ASR", "vision_config": "Qwen3-VL"},
-}
 _ARCHITECTURES["Ernie4_5_ForCausalLM"] = llama.ERNIE4_5  # as its first files have it
 
 
@@ -86,18 +75,15 @@ def _family(config_json: dict[str, Any]) -> Family:
             raise CheckpointError(f"config.json names neither architectures nor model_type; {supported}")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise UnsupportedModelError(
-                f"config.json: model_type is {as_json(model_type)}, supported are {', '.join(FAMILIES)}. Nearest to it "
-                f"is {_nearest(str(model_type), config_json)}."
+                f"config.json: model_type is {as_json(model_type)}, supported are {', '.join(FAMILIES)}"
+                f"{nearest(str(model_type), config_json)}"
             )
         return FAMILIES[model_type]
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(f"config.json: architectures is {as_json(architectures)}, expected a list of names")
     if len(architectures) != 1 or architectures[0] not in _ARCHITECTURES:
-        name = architectures[0] if model_type is None else str(model_type)
-        raise UnsupportedModelError(
-            f"config.json: the architecture is {', '.join(architectures)}; {supported}. Nearest to it is "
-            f"{_nearest(name, config_json)}."
-        )
+        near = nearest(architectures[0] if model_type is None else str(model_type), config_json)
+        raise UnsupportedModelError(f"config.json: the architecture is {', '.join(architectures)}; {supported}{near}")
     family = _ARCHITECTURES[architectures[0]]
     if model_type not in (None, family.name):
         raise CheckpointError(
@@ -105,12 +91,3 @@ def _family(config_json: dict[str, Any]) -> Family:
             f"{as_json(model_type)}. Take config.json as it was published with the weights."
         )
     return family
-
-
-def _nearest(name: str, config_json: dict[str, Any]) -> str:
-    """The supported model that is nearest to one of another family."""
-    text = config_json.get("text_config")
-    keys = " ".join([name, *config_json, *(text if isinstance(text, dict) else ())])
-    of_name = (model for begin, model in _NEAREST.items() if name.lower().startswith(begin))
-    of_fields = (model for part, model in _NEAREST_BY_FIELDS.items() if part in keys)
-    return next(of_name, None) or next(of_fields, "Qwen3 or Llama 3")
