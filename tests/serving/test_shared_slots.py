@@ -165,8 +165,10 @@ def test_priorities_go_first(driver: Driver) -> None:
     assert not any(preemptions(urgent)) and not low.sequence.clock.started
     driver.end()
     assert not any(preemptions(driver.states))
-    states = [driver.ask(client=client, priority=priority) for client, priority in (("a", 0), ("a", 5), ("b", 0))]
-    driver.rounds(2)
+    states = []
+    for client, priority in (("a", 0), ("a", 5), ("b", 0)):
+        states.append(driver.ask(client=client, priority=priority))
+        driver.rounds()
     driver.ask(SHORT, 3, client="c")
     driver.rounds()
     assert preemptions(states) == [1, 0, 0], "b's has begun later, but is all that it has"
@@ -185,6 +187,12 @@ def test_a_place_for_an_adapter_is_one_of_a_share_too(driver: Driver) -> None:
     driver.rounds()
     assert third.sequence.clock.started and preemptions(states) == [0, 1], "what needs no place takes none"
     assert [len(each) for each in token_ids(driver)] == [40, 40, 4, 4]
+    states = [driver.ask(client=client, adapter=name) for client, name in (("a", "one"), ("a", "one"), ("b", "two"))]
+    driver.rounds(3)
+    driver.ask(SHORT, client="c", adapter="three")
+    driver.rounds(3)
+    assert not any(preemptions(states)), "one would have to give all that it has"
+    driver.end()
 
 
 def test_of_one_that_is_cancelled_while_it_waits_nothing_is_left(driver: Driver) -> None:
