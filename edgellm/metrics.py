@@ -81,6 +81,7 @@ class Metrics:
         self._finished: dict[str, int] = {}
         self._rounds = self._steps = self._tokens = 0
         self._preemptions = {"kept": 0, "recomputed": 0}
+        self._preempted_equals = 0
         self._kept = {"rows": 0, "bytes": 0}
         self._stages: dict[str, _Counts] = {
             # Of all prompts' tokens some are reused from KV rows; the seconds are those of the rest.
@@ -125,9 +126,11 @@ class Metrics:
             self._steps += requests
             self._tokens += tokens
 
-    def preempted(self, kept: KeptRows | None) -> None:
-        """A request gave way to another one; its rows are kept, or will be computed again (None)."""
+    def preempted(self, kept: KeptRows | None, by_equal: bool) -> None:
+        """A request gave way to another one, of another client where that is an equal; its rows are kept, or will be
+        computed again (None)."""
         with self._lock:
+            self._preempted_equals += by_equal
             self._preemptions["recomputed" if kept is None else "kept"] += 1
             if kept is not None:
                 self._kept["rows"] += kept.rows
@@ -175,7 +178,11 @@ class Metrics:
                 "rounds": self._rounds,
                 "steps": self._steps,
                 "tokens": self._tokens,
-                "preemptions": {**self._preemptions, **{f"kept_{name}": count for name, count in self._kept.items()}},
+                "preemptions": {
+                    **self._preemptions,
+                    **{f"kept_{name}": count for name, count in self._kept.items()},
+                    "by_equals": self._preempted_equals,
+                },
                 **{name: dict(counts) for name, counts in self._stages.items()},
                 "adapters": {name: dict(counts) for name, counts in sorted(self._adapters.items())},
                 **{name: histogram.snapshot() for name, histogram in self._histograms.items()},
@@ -202,6 +209,8 @@ class Metrics:
         yield "tokens", "Tokens that requests got, as they came.", {"": self._tokens}
         gave_way = {f'{{rows="{kind}"}}': count for kind, count in self._preemptions.items()}
         yield "preemptions", "Times that a request gave way to another one.", gave_way
+        text = "Times that it did so to another client's of its priority."
+        yield "preemptions_by_equals", text, {"": self._preempted_equals}
         for name, count in self._kept.items():
             text = f"{name.capitalize()} of requests that gave way, kept on the host."
             yield f"preempted_{name}_kept", text, {"": count}

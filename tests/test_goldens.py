@@ -42,7 +42,7 @@ LIMITS = {
     "mmproj": 4_000,
     "mtp": 12_000,
     "policy": 2_500,
-    "published": 26_500,
+    "published": 27_000,
     "quantized": 134_000,
     "speech": 16_000,
     "tiled": 21_000,

@@ -117,6 +117,8 @@ class DecodingSequence:
     dropped: Dropped = field(default_factory=Dropped)
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     adapter_digest: str | None = None
+    #: Whether it gave way, and its rows were not kept.
+    lost_rows: bool = False
     reused_tokens: int = 0
     # Of tokens after the prompt: how many there may be, how many of them the answer takes at most, how many are
     # launched at least and at most.

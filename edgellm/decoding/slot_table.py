@@ -90,17 +90,11 @@ class SlotTable:
         has_slot = len(self.running) - len(slots) < self._held.usable(self.runner)
         return has_slot and self.runner.base.has_adapter_place(sequence.adapter, *slots)
 
-    def outranked(self, sequence: DecodingSequence) -> list[DecodingSequence]:
-        """Those that would have to give way for a sequence to have a place: of the lowest priority, the latest begun of
-        these first. None where it would not have one even so."""
-        media = {
-            kind.token_id for kind in self.runner.base.config.media.values()
-        }  # not to be computed again in answers
-        lower = [each for each in self.running if each.priority < sequence.priority and not each.finished]
-        lower = [each for each in lower if media.isdisjoint(each.answer.token_ids)]
-        lower.sort(key=lambda each: (each.priority, -each.clock.started))
-        counts = range(1, len(lower) + 1)
-        return next((lower[:count] for count in counts if self.has_place(sequence, lower[:count])), [])
+    @property
+    def movable(self) -> list[DecodingSequence]:
+        """Those that can give way: what stands for an image is not to be computed again as part of an answer."""
+        media = {kind.token_id for kind in self.runner.base.config.media.values()}
+        return [each for each in self.running if not each.finished and media.isdisjoint(each.answer.token_ids)]
 
     def admit(self, sequence: DecodingSequence) -> Readback | None:
         """Give a slot to a sequence that has a place, and launch its prefill, whose token is returned. One that gave
@@ -157,6 +151,7 @@ class SlotTable:
         if self._keeper is not None:
             rows = len(sequence.prompt_ids) + sequence.known - 1
             sequence.kept = self._keeper.keep(slot, rows, self.runner.draft.rows(slot))
+        sequence.lost_rows = sequence.lost_rows or sequence.kept is None
         self._leave(slot)
 
     def release(self, slot: int, keep_rows: bool = True) -> None:

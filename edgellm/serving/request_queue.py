@@ -35,17 +35,17 @@ class ClientShares:
     """
 
     def __init__(self) -> None:
-        self._under_way: Counter[str] = Counter()
+        self.under_way: Counter[str] = Counter()
         self._begun: dict[str, int] = {}  # the latest last
         self._count = 0
 
     def first(self, waiting: Iterable[Waiting]) -> Waiting:
         """Whose turn it is among those that wait, in the order in which they came."""
-        return min(waiting, key=lambda each: (self._under_way[each.client], self._begun.get(each.client, 0)))
+        return min(waiting, key=lambda each: (self.under_way[each.client], self._begun.get(each.client, 0)))
 
     def begin(self, client: str) -> None:
         """A client has one more under way."""
-        self._under_way[client] += 1
+        self.under_way[client] += 1
         self._count += 1
         self._begun.pop(client, None)
         self._begun[client] = self._count
@@ -54,9 +54,9 @@ class ClientShares:
 
     def end(self, client: str) -> None:
         """A client has one fewer under way."""
-        self._under_way[client] -= 1
-        if not self._under_way[client]:
-            del self._under_way[client]
+        self.under_way[client] -= 1
+        if not self.under_way[client]:
+            del self.under_way[client]
 
 
 @dataclass(eq=False)
@@ -98,7 +98,8 @@ class RequestQueue:
         self._changed = threading.Condition()
         self._refusal: Callable[[], Exception] | None = None
         self._earliest = math.inf
-        self._shares = ClientShares()
+        #: What is under way.
+        self.shares = ClientShares()
         self._first: Entry | None = None  # as long as nothing changes
 
     def __len__(self) -> int:
@@ -153,17 +154,17 @@ class RequestQueue:
                 top = self.entries[0]
                 requests = takewhile(lambda each: isinstance(each, RequestState), self.entries)
                 equals = [each for each in requests if each.priority == top.priority]
-                self._first = self._shares.first(equals) if equals else top
+                self._first = self.shares.first(equals) if equals else top
             return self._first
 
     def begin(self, entry: Entry) -> None:
         """An entry that was taken out is under way."""
-        self._shares.begin(entry.client)
+        self.shares.begin(entry.client)
         self._first = None
 
     def end(self, entry: Entry) -> None:
         """An entry is under way no more."""
-        self._shares.end(entry.client)
+        self.shares.end(entry.client)
         self._first = None
 
     def remove(self, entry: Entry) -> bool:

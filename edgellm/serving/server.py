@@ -6,6 +6,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any, Protocol
 
 from edgellm.decoding.loop import DecodingLoop, EmittedToken
@@ -147,7 +148,7 @@ class RequestServer:
                 has_place = reason is not None or self._loop.slots.has_place(sequence)
             except Exception as error:
                 failure, has_place = error, True
-            if not has_place and not self._make_place(sequence):
+            if not has_place and not self._make_place(entry):
                 return
             if not self._take(entry):
                 continue
@@ -166,30 +167,59 @@ class RequestServer:
                 self._end_finished()
 
     def _first(self) -> Entry | None:
-        """Whose turn it is: among equals one that gave way goes first, and calls wait for all that have begun."""
-        entry = self._queue.first()
-        if self._preempted and (
-            entry is None or isinstance(entry, Call) or entry.priority <= self._preempted[0].priority
-        ):
-            return self._preempted[0]
-        return entry
+        """Whose turn it is: among equals whose clients have as few under way, one that gave way goes first; calls wait
+        for all that have begun."""
+        entry, shares = self._queue.first(), self._queue.shares
+        if not self._preempted:
+            return entry
+        top = self._preempted[0].priority
+        back = shares.first(takewhile(lambda each: each.priority == top, self._preempted))
+        if entry is None or isinstance(entry, Call):
+            return back
+        return min(back, entry, key=lambda each: (-each.priority, shares.under_way[each.client]))
 
-    def _make_place(self, sequence: DecodingSequence) -> bool:
-        """Let those that a sequence outranks give way to it, the lowest first; whether it has a place then."""
-        places = self._loop.slots
-        if not places.outranked(sequence):
+    def _make_place(self, entry: RequestState) -> bool:
+        """Let others give way to a request; whether it has a place then."""
+        if not self._giving_way(entry):
             return False
         self._deliver(self._loop.settle())
         self._deliver(self._loop.evict())
-        if not places.has_place(sequence):
-            for lower in places.outranked(sequence):
-                self._loop.give_way(lower)
-                request_state = self._request_states.pop(lower)
-                self._queue.end(request_state)
-                order = _order(request_state)
-                self._preempted.insert(bisect_right(self._preempted, order, key=_order), request_state)
-                self._metrics.preempted(lower.kept)
-        return places.has_place(sequence)
+        if not self._loop.slots.has_place(entry.sequence):
+            for request_state in self._giving_way(entry):
+                self._give_way(request_state, request_state.priority == entry.priority)
+        return self._loop.slots.has_place(entry.sequence)
+
+    def _giving_way(self, entry: RequestState) -> list[RequestState]:
+        """Those that would have to give way for a request to have a place; none where it would not have one even so.
+
+        Of the lowest priority, those of the client with the most under way, of these the latest begun first. An equal
+        does where its client has more under way than the other one will have, so that nobody takes the place back at
+        once; and not again after its rows were lost, so that none is computed over and over.
+        """
+        slots, found = self._loop.slots, []
+        under_way = self._queue.shares.under_way.copy()
+        running = [self._request_states[each] for each in slots.movable]
+        running.sort(key=lambda each: (each.priority, -under_way[each.client], -each.sequence.clock.started))
+        for each in running:
+            has_more = under_way[each.client] > under_way[entry.client] + 1 and not each.sequence.lost_rows
+            if each.priority < entry.priority or (each.priority == entry.priority and has_more):
+                under_way[each.client] -= 1
+                found.append(each)
+                if slots.has_place(entry.sequence, [each.sequence for each in found]):
+                    return found
+        return []
+
+    def _give_way(self, request_state: RequestState, to_equal: bool) -> None:
+        """Let a request wait until it goes on, for one of a higher priority or an equal."""
+        sequence = request_state.sequence
+        self._loop.give_way(sequence)
+        del self._request_states[sequence]
+        self._queue.end(request_state)
+        self._preempted.insert(bisect_right(self._preempted, _order(request_state), key=_order), request_state)
+        self._metrics.preempted(sequence.kept, to_equal)
+        details = {"prompt_tokens": len(sequence.prompt_ids), "completion_tokens": sequence.answer.token_count}
+        whose = "another client's" if to_equal else "one of a higher priority"
+        logger.info("request gave way to %s", whose, extra={"edgellm": details})
 
     def _take(self, entry: RequestState) -> bool:
         """Take a request from where it waits; False where it is not there any more."""

@@ -109,6 +109,7 @@ _HARMONY = r'to=functions\.look<\|channel\|>commentary json<\|message\|>\{\s*"at
 _LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
 _IN_ORDER = (
     ToolFormat("mistral", "list", "[TOOL_CALLS]", separator=", ", seen=rf"\[TOOL_CALLS\]\s*\[{_ARGUMENTS}"),
+    ToolFormat("nemotron", "list", "<TOOLCALL>", "</TOOLCALL>", ", ", seen=rf"<TOOLCALL>\s*\[{_ARGUMENTS}"),
     ToolFormat("mistral_args", "named", "[TOOL_CALLS]", separator="", seen=r"\[TOOL_CALLS\]look(\[\w+\]\w*)*\{"),
     ToolFormat("qwen3_coder", "tags", "<tool_call>", "</tool_call>", seen=rf"<tool_call>\s*{_TAGS}"),
     ToolFormat("hermes", "object", "<tool_call>", "</tool_call>", seen=rf"<tool_call>\s*{_ARGUMENTS}"),

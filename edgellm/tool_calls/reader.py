@@ -207,7 +207,7 @@ class ToolReader(CharacterReader, ReadCalls):
             yield from self._expect(text)
 
     def _listed_or_named(self) -> Characters:
-        """One of Mistral's two forms: a list of objects, or a name, perhaps marks and an id, and the arguments."""
+        """A list of objects, or as Mistral may write it a name, perhaps marks and an id, and the arguments."""
         character = yield from self._behind_spaces()
         if character == "[":
             while True:

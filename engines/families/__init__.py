@@ -10,6 +10,7 @@ from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.nearest import nearest
 
 __all__ = ["FAMILIES", "decoder_config"]
 
@@ -75,12 +76,14 @@ def _family(config_json: dict[str, Any]) -> Family:
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise UnsupportedModelError(
                 f"config.json: model_type is {as_json(model_type)}, supported are {', '.join(FAMILIES)}"
+                f"{nearest(str(model_type), config_json)}"
             )
         return FAMILIES[model_type]
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(f"config.json: architectures is {as_json(architectures)}, expected a list of names")
     if len(architectures) != 1 or architectures[0] not in _ARCHITECTURES:
-        raise UnsupportedModelError(f"config.json: the architecture is {', '.join(architectures)}; {supported}")
+        near = nearest(architectures[0] if model_type is None else str(model_type), config_json)
+        raise UnsupportedModelError(f"config.json: the architecture is {', '.join(architectures)}; {supported}{near}")
     family = _ARCHITECTURES[architectures[0]]
     if model_type not in (None, family.name):
         raise CheckpointError(

@@ -157,7 +157,7 @@ def _read_minicpm(fields: ConfigFields) -> DecoderConfig:
     """MiniCPM 1, 2 and 4, whose class ships with the checkpoints: what layers add is multiplied by `scale_depth` over
     the square root of their number, logits by `dim_model_base` over the hidden size."""
     if fields.values.get("sparse_config") is not None:
-        fields.refuse("sparse_config", {}, "attention to chosen blocks is not computed: supported is null")
+        fields.refuse("sparse_config", {}, "attention to chosen blocks is not computed: take MiniCPM 4")
     keys = ("scale_emb", "scale_depth", "dim_model_base")
     embedding, depth, base = (fields.positive(key, 1.0, _LARGEST_SCALE) for key in keys)
     config = read_decoder(fields, **biases(fields), embedding_scale=embedding)

@@ -16,6 +16,7 @@ from edgellm.engines.gguf import layer_names
 from edgellm.engines.gguf.encoders import ENCODERS
 from edgellm.engines.gguf.gemma import gemma2_config, gemma3_config, gemma4_config
 from edgellm.engines.gguf.metadata import Metadata, attends
+from edgellm.engines.model.nearest import nearest
 
 _Config = dict[str, Any]
 _QUERY_BIASES = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
@@ -72,7 +73,9 @@ def check_draft(metadata: Metadata, expected: bool) -> None:
 def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
     name = metadata.architecture
     options = {**dict.fromkeys(_DRAFTS, "--draft"), ENCODERS: "--mmproj"}
-    advice = f". Such a file goes with a model: name it with {options[name]}" if name in options else ""
+    advice = nearest(name, metadata.tensors)
+    if name in options:
+        advice = f". Such a file goes with a model: name it with {options[name]}"
     if known is _DRAFTS:
         advice = ". Name the file of a draft that was made for the model, or leave the draft out"
     if name == "gemma4-assistant":

@@ -145,7 +145,7 @@ def _read_pairs(
         for each in adapted_projections(decoder_weights(config))
         for module, rows in each.modules
     }
-    tensors = _language_tensors(file, settings, problems)
+    tensors = _language_tensors(file, settings, config, problems)
     trained = _names_in_training(tensors, sizes)
     own = {name: module for module, name in trained.items()}
     expected = {module: name for module, name in trained.items() if settings.adapts(name)}
@@ -180,7 +180,9 @@ def _read_pairs(
     return pairs
 
 
-def _language_tensors(file: SafetensorsFile, settings: LoraConfig, problems: list[str]) -> dict[str, TensorInfo]:
+def _language_tensors(
+    file: SafetensorsFile, settings: LoraConfig, config: DecoderConfig, problems: list[str]
+) -> dict[str, TensorInfo]:
     """The tensors but those for encoders, which are one problem together, and those for experts, another.
 
     What was trained with texts alone may have pairs for encoders that change nothing: each B is as it began, zeros.
@@ -196,7 +198,8 @@ def _language_tensors(file: SafetensorsFile, settings: LoraConfig, problems: lis
             f"{vision[0]!r:.120}), but adapters are served for the language model alone: train it with "
             f"exclude_modules={exclude!r}"
         )
-    experts = [name for name in tensors if ".experts." in name or ".shared_expert" in name]
+    parts = (".experts.", ".shared_expert", *((".shared_mlp.",) if config.mixture is not None else ()))  # Granite 4's
+    experts = [name for name in tensors if any(part in name for part in parts)]
     if experts:
         problems.append(
             f"it adapts a mixture's experts ({len(experts)} tensors, the first is {experts[0]!r:.120}), but adapters "

@@ -15,6 +15,7 @@ WRITTEN = {
     "qwen3_coder": "<tool_call>\n<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}<parameter={{ k }}>\n"
     "{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
     "mistral": '[TOOL_CALLS] [{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}, "id": "abcdefghi"}]',
+    "nemotron": '<TOOLCALL>[{"name": "{{ c.name }}", "arguments": ' + _ARGUMENTS + "}]</TOOLCALL>",
     "mistral_args": "[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}",
     "lfm2": "<|tool_call_start|>[{{ c.name }}(" + _PYTHON + ")]<|tool_call_end|>",
     "llama4_pythonic": "<|python_start|>[{{ c.name }}(" + _PYTHON + ")]<|python_end|>",

@@ -31,6 +31,8 @@ CALLS = {
     "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
     "mistral": f'[TOOL_CALLS][{{"name": "look", "arguments": {ARGUMENTS}}}, {{"name": "stop", "arguments": {{}}, '
     '"id": "abc"}]',
+    "nemotron": f'<TOOLCALL>[{{"name": "look", "arguments": {ARGUMENTS}}}, {{"name": "stop", '
+    '"arguments": {}}]</TOOLCALL>',
     "mistral_args": f"[TOOL_CALLS]look[CALL_ID]abc123XYZ[ARGS]{ARGUMENTS}[TOOL_CALLS]stop{{}}",
     "lfm2": "<|tool_call_start|>[look(at='a \"cup\"\\n', times=3, fast=True), stop()]<|tool_call_end|>",
     "llama4_pythonic": '<|python_start|>[look(at="a \\"cup\\"\\n", times=3, fast=true), stop()]<|python_end|>',

@@ -45,6 +45,8 @@ CALLS = {
     "</parameter>\n<parameter=how>\nfar\n</parameter>\n</function>\n</tool_call>\n"
     "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
     "mistral": '[TOOL_CALLS][{"name": "look", "arguments": {"at": "cup"}}, {"name": "stop", "arguments": {}}]',
+    "nemotron": '<TOOLCALL>[{"name": "look", "arguments": {"at": "cup"}}, {"name": "stop", '
+    '"arguments": {}}]</TOOLCALL>',
     "mistral_args": '[TOOL_CALLS]look[ARGS]{"at": "cup", "how": "near"}[TOOL_CALLS]stop[ARGS]{}',
     "lfm2": '<|tool_call_start|>[look(at="cup", fast=True), stop()]<|tool_call_end|>',
     "llama4_pythonic": '[look(at="cup", fast=False, how="near"), stop()]',
@@ -159,7 +161,7 @@ def test_a_mark_may_be_spelled_by_tokens_that_go_on_behind_it() -> None:
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-@pytest.mark.parametrize("name", ["mistral", "mistral_args", "lfm2", "hermes", "qwen3_coder"])
+@pytest.mark.parametrize("name", ["mistral", "nemotron", "mistral_args", "lfm2", "hermes", "qwen3_coder"])
 def test_marks_that_are_tokens(name: str, is_special: bool) -> None:
     """Special ones, and those that are not, as published with Qwen's models."""
     library, tool_format = byte_level(), FORMATS[name]

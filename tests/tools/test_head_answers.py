@@ -9,9 +9,12 @@ from random import Random
 
 import numpy as np
 import pytest
+from gguf_encoders import tokenizer_keys
+from gguf_models import write_model
 
 from edgellm import LLM
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.published_quality import as_checkpoint
 from tools.heads.answers import Share, answer_side_by_side, build_engines, read_documents, user_turn
 from tools.heads.prompts import MOST, held_out_runs, main, select
 from tools.heads.settings import Asking
@@ -25,7 +28,8 @@ def write_lines(path: Path, records: list[dict]) -> Path:
 
 
 def test_prompts_that_share_a_run_of_words_are_left_out(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "held_out.jsonl", [{"turns": [MEASURED, "Say it again"]}])
+    lines = [{"turns": [MEASURED]}, {"prompt": "Say it again", "task": "chat"}]  # as `edgellm bench` takes both
+    file = write_lines(tmp_path / "held_out.jsonl", lines)
     given = [
         ("a", "compose a TRAVEL blog post, about a trip to Hawaii!"),
         ("a", "Compose a travel blog post."),
@@ -38,6 +42,12 @@ def test_prompts_that_share_a_run_of_words_are_left_out(tmp_path: Path) -> None:
     few = sorted(each["prompt"] for each in kept if each["source"] != "taskmaster4")
     assert few == ["Compose a travel blog post.", "Hello"]
     assert len(kept) - len(few) == MOST["taskmaster4"]
+
+
+def test_a_line_that_says_nothing_is_named(tmp_path: Path) -> None:
+    for wrong in ({"text": "Hello"}, {"turns": "Hello"}, {"turns": [3]}):
+        with pytest.raises(SystemExit, match=r'expected \{"prompt": "..."\} or \{"turns"'):
+            held_out_runs([write_lines(tmp_path / "wrong.jsonl", [wrong])])
 
 
 def test_titles_and_passages_become_prompts(tmp_path: Path) -> None:
@@ -99,3 +109,15 @@ def test_the_user_turn_ends_where_the_text_begins(answered: Path) -> None:
     tokenizer = Tokenizer.from_directory(answered / "base")
     ids = user_turn(tokenizer, "")
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>user\n"
+
+
+def test_the_checkpoint_of_a_file_is_of_its_own_family(answered: Path, tmp_path: Path) -> None:
+    """A head's base in GGUF is opened by PyTorch as this: here of Qwen3's family, whose answers are the file's."""
+    file = write_model(answered / "base", tmp_path / "base.gguf", tokenizer_keys(answered / "base"))
+    as_checkpoint(file, tmp_path / "made", False)
+    build_engines(tmp_path / "made", tmp_path / "engines", Asking(answer_tokens=8, prompt_tokens=100))
+    prompt, found = user_turn(Tokenizer.from_directory(answered / "base"), ""), []
+    for model, more in ((file, {"build": {"kv_capacity": 128}}), (tmp_path / "engines", {})):
+        with LLM(model, backend="numpy", drafting=None, **more) as llm:
+            found.append(llm.generate(prompt, temperature=0.0, max_tokens=8).token_ids)
+    assert found[0] == found[1]

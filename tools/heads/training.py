@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tools.demo_model.documents import ANSWER, CONTEXT, FIRST, NOTHING
 from tools.demo_model.draft_model import Draft, DraftDimensions, begin_from, export_draft
@@ -37,6 +37,30 @@ _SHOWN = 10.0
 _MEASURED, _MOST_MEASURED = 50, 256
 #: Steps until the learning rate is at its peak, from which it falls as a cosine.
 _WARM = 20
+_OTHER_LOGITS = "{}: logits are not the head's product with the last hidden state, expected that"
+
+
+def check_base(folder: Path) -> None:
+    """Raise SystemExit for a model that no head can be trained for, as far as its configuration says so: before it has
+    answered for minutes."""
+    if not (folder / "config.json").exists():
+        raise SystemExit(f"{folder} has no config.json: expected a checkpoint as it is published, or a GGUF file")
+    try:
+        config: Any = AutoConfig.from_pretrained(folder).get_text_config()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{folder}: transformers does not open it: {str(error).splitlines()[0]}") from None
+    if getattr(config, "final_logit_softcapping", None):
+        raise SystemExit(_OTHER_LOGITS.format(folder))
+    _attention_width(config)
+
+
+def _attention_width(config: Any) -> int:
+    """Of a head's attention heads: the base's where they divide its hidden size, else 64. Raises SystemExit."""
+    width, wide = config.hidden_size, config.to_dict().get("head_dim") or 0  # of layers that differ it is no attribute
+    wide = wide if wide and width % wide == 0 else 64
+    if width % wide:
+        raise SystemExit(f"the base's hidden size is {width}: expected a multiple of 64")
+    return wide
 
 
 class Base:
@@ -57,7 +81,7 @@ class Base:
             hidden, _ = self.read(ids)
             expected = self.network(ids, use_cache=False).logits.float()
         if not torch.allclose(self.logits(hidden).float(), expected, rtol=1e-2, atol=1e-2 * float(expected.std())):
-            raise SystemExit(f"{folder}: logits are not the head's product with the last hidden state, expected that")
+            raise SystemExit(_OTHER_LOGITS.format(folder))
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,11 +103,8 @@ class Base:
     def head_dimensions(self, draft_vocabulary: int, inner: int) -> DraftDimensions:
         """A head of this base's width, with so many tokens and inner columns. Its attention heads are as wide as the
         base's, else 64 columns, and together as wide as the head: SafeAILab's drafter takes no others."""
-        config = self.config
-        width, wide = config.hidden_size, getattr(config, "head_dim", None) or 0
-        wide = wide if wide and width % wide == 0 else 64
-        if width % wide:
-            raise SystemExit(f"the base's hidden size is {width}: expected a multiple of 64")
+        config, wide = self.config, _attention_width(self.config)
+        width = config.hidden_size
         heads, most = width // wide, config.num_key_value_heads
         return DraftDimensions(
             vocab_size=len(self.embedding),
@@ -218,7 +239,7 @@ def train_head(folder: Path, documents: Sequence[Document], sizes: tuple[int, in
     }
     print(*(f"{name} {value}" for name, value in record.items()), flush=True)
     record["training"] = train(draft.to(device), base, documents[measured:], course)
-    record["held_out_hits"] = held_out_hits(draft, base, documents[:measured], course)
+    record["held_out_hits"] = held_out_hits(draft, base, documents[:measured], course) if measured else []
     part = to.with_name(to.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)

@@ -139,6 +139,30 @@ def test_unknown_family_lists_the_supported_ones(change: dict) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "nearest"),
+    [
+        ({"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "num_local_experts": 16}, "Phi-4-mini"),
+        ({"architectures": ["Gemma3nForConditionalGeneration"], "model_type": None}, "Gemma 4 E2B or E4B"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"}, "ERNIE 4.5 0.3B"),
+        ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 8}, "Qwen3.5-MoE"),
+        ({"architectures": None, "model_type": "mixtral", "num_local_experts": 8}, "Qwen3-30B-A3B or gpt-oss-20b"),
+        (
+            {"architectures": ["JambaForCausalLM"], "model_type": "jamba", "num_experts": 16, "mamba_d_state": 16},
+            "Granite 4 H or",
+        ),
+        (
+            {"architectures": ["KimiForCausalLM"], "model_type": "kimi", "text_config": {"n_routed_experts": 8}},
+            "Qwen3-30B",
+        ),
+        ({"architectures": ["GlmForCausalLM"], "model_type": "glm"}, "Qwen3 or Llama 3"),
+    ],
+)
+def test_unknown_family_is_refused_with_what_is_nearest(change: dict, nearest: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"(; |, )supported are .*\. Nearest to it is {nearest}"):
+        decoder_config(LLAMA_3_2 | change)
+
+
+@pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, CheckpointError, "contradicts itself"),

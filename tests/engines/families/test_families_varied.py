@@ -275,7 +275,9 @@ def test_minicpm() -> None:
     assert config.residual_scale == pytest.approx(1.4 / 24**0.5, rel=1e-12)
     plain = decoder_config(without(MINICPM_4_0_5B, "scale_emb", "scale_depth", "dim_model_base"))
     assert (plain.embedding_scale, plain.logits_scale) == (1.0, 1 / 1024)
-    with pytest.raises(UnsupportedModelError, match=r"sparse_config is .*, attention to chosen blocks is not computed"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"sparse_config is .* chosen blocks is not computed: take MiniCPM 4"
+    ):
         decoder_config(MINICPM_4_0_5B | {"sparse_config": {"kernel_size": 32, "dense_len": 8192}})
 
 

@@ -199,6 +199,8 @@ def test_a_factor_alone_is_that_of_positions(tmp_path: Path, key: str) -> None:
     ("changed", "error", "expected"),
     [
         ({"general__architecture": "mamba"}, UnsupportedModelError, "is 'mamba'; supported are llama, mistral3, qwen2"),
+        ({"general__architecture": "mamba"}, UnsupportedModelError, "Nearest to it is Granite 4 H or Nemotron 3 Nano"),
+        ({"general__architecture": "phimoe"}, UnsupportedModelError, "Nearest to it is Phi-4-mini"),
         ({"general__architecture": None}, UnsupportedModelError, "is ''; supported are"),
         ({"general__architecture": "gemma4-assistant"}, UnsupportedModelError, "An assistant drafts from keys and"),
         ({"general__architecture": 5}, CheckpointError, r"'general\.architecture' is 5, expected a text"),

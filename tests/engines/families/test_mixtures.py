@@ -473,19 +473,25 @@ def test_damaged_descriptions(make_checkpoint: Callable[..., Path], tmp_path: Pa
             EngineDirectory.open(tmp_path / "engines")
 
 
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [
+        ("qwen3_moe", "mlp.experts.1.up_proj"),
+        ("granite4_moe", "shared_mlp.output_linear"),
+        ("nemotron_h_moe", "mixer.shared_experts.up_proj"),
+    ],
+)
 def test_adapters_of_experts_are_refused_by_name(
-    make_checkpoint: Callable[..., Path], make_adapter: Callable[..., Path], tmp_path: Path
+    family: str, layer: str, make_checkpoint: Callable[..., Path], make_adapter: Callable[..., Path], tmp_path: Path
 ) -> None:
-    source = make_checkpoint(tmp_path / "model", **MIXTURES["qwen3_moe"])
+    source = make_checkpoint(tmp_path / "model", **MIXTURES[family])
     with Checkpoint.open(source) as checkpoint:
         config = decoder_config(checkpoint.config)
     adapter = make_adapter(tmp_path / "adapter", config)
-    assert set(LoraAdapter.read(adapter, config).pairs) >= {"model.layers.0.self_attn.q_proj"}
+    assert any(name.endswith(".q_proj") for name in LoraAdapter.read(adapter, config).pairs)
     tensors = load_file(adapter / "adapter_model.safetensors")
     for kind, shape in (("A", (4, config.hidden_size)), ("B", (32, 4))):
-        tensors[f"base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_{kind}.weight"] = np.ones(
-            shape, np.float32
-        )
+        tensors[f"base_model.model.model.layers.0.{layer}.lora_{kind}.weight"] = np.ones(shape, np.float32)
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"it adapts a mixture's experts \(2 tensors, the first is"):
         LoraAdapter.read(adapter, config)

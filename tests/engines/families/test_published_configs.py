@@ -48,7 +48,9 @@ def test_a_published_configuration_is_read_or_refused_by_its_architecture(name: 
         return
     (architecture,) = config["architectures"]
     assert config["model_type"] not in FAMILIES
-    with pytest.raises(UnsupportedModelError, match=f"the architecture is {architecture}; supported are Llama"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"the architecture is {architecture}; supported are Llama.*Nearest to it"
+    ):
         decoder_config(config)
 
 
@@ -66,4 +68,4 @@ def test_what_a_class_has_by_itself(family: str) -> None:
 
 def test_the_table_has_every_family_and_many_models() -> None:
     assert TABLE["defaults"].keys() == FAMILIES.keys() - {"minicpm"}  # whose class ships with its checkpoints
-    assert len({**TABLE["published"], **PUBLISHED}) >= 90
+    assert len(TABLE["published"]) >= 60 and len({**TABLE["published"], **PUBLISHED}) >= 105
