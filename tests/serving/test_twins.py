@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from edgellm import (
     Session,
 )
 from edgellm.errors import EdgeLLMError
+from edgellm.runtime import SpecDecodeRuntime
 from edgellm.tracing import Trace
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -117,8 +119,15 @@ def test_handling_that_is_given_up_cancels_all(serving_engines: Path, slowed: Sl
     asyncio.run(run())
 
 
-def test_a_session_before_the_model_is_open(serving_engines: Path) -> None:
+def test_a_session_before_the_model_is_open(serving_engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made without waiting, iterated like any stream, and entered."""
+    may_open = threading.Event()
+
+    def opened(*given: Any, **named: Any) -> SpecDecodeRuntime:
+        may_open.wait(60)
+        return SpecDecodeRuntime(*given, **named)
+
+    monkeypatch.setattr(edgellm.llm, "SpecDecodeRuntime", opened)
 
     async def run() -> None:
         llm = AsyncLLM(serving_engines, backend="numpy", drafting=None)
@@ -127,6 +136,7 @@ def test_a_session_before_the_model_is_open(serving_engines: Path) -> None:
         assert repr(llm) == "<AsyncLLM (loading)>"
         session = llm.create_session("hm", SHORT, overflow="error")
         assert session.messages == [{"role": "system", "content": "hm"}]
+        may_open.set()
         said = "".join([chunk.text async for chunk in session.stream("1")])
         assert llm.context_length == 96
         async with session.stream("2", SamplingParams(max_tokens=2, ignore_eos=True)) as growing:

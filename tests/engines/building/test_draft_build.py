@@ -126,7 +126,7 @@ def test_info_shows_the_draft(built: Path) -> None:
         "layers 1, 2",
         "shares the base's embedding",
         "trees up to 4 wide",
-        "none needed and 13 that kernels make needless",
+        "none needed and 13 for --executor tensorrt alone",
         "kernels: base decode 1; base prefill 16; base verify 8, 16; draft accept 4; draft propose 1, 4; draft prefill",
     ):
         assert words in text
