@@ -12,6 +12,9 @@ import numpy as np
 
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, ImageLayout, Size
 
+#: About so many values of an image are its sample.
+_SAMPLE = 4096
+
 
 @dataclass(frozen=True, eq=False)
 class PreparedImage:
@@ -20,14 +23,14 @@ class PreparedImage:
     `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width), or the frames [F, H, W, 3] of a part
     of a video; None where its rows were made at once. `layout` says how they become rows. The image stands for `tokens`
     tokens of the language model, of which so many follow each other as `runs` says, where the prompt has others behind
-    each row; none: all do. `digest` is the SHA-256 of the pixels and the layout: equal digests mean equal rows.
+    each row; none: all do. `given_digest` is the `digest`, where it is known.
     """
 
     pixels: np.ndarray | None
     size: Size
     layout: ImageLayout
     tokens: int
-    digest: str
+    given_digest: str | None
     runs: tuple[int, ...] = field(default=(), kw_only=True)
     kind: ClassVar[str] = "image"
 
@@ -35,12 +38,28 @@ class PreparedImage:
     def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int, runs: tuple[int, ...] = ()) -> PreparedImage:
         """Prepare an image [H, W, 3] uint8. One that no device resizes becomes its rows now, where these are smaller:
         it may wait for its turn for long."""
-        size, digest = (pixels.shape[0], pixels.shape[1]), image_digest(pixels, layout)
+        size = pixels.shape[0], pixels.shape[1]
         if math.prod(size) <= MAXIMUM_PIXELS or 4 * layout.patches * layout.patch_elements >= pixels.nbytes:
-            return cls(pixels, size, layout, tokens, digest, runs=runs)
-        image = cls(None, size, layout, tokens, digest, runs=runs)
+            return cls(pixels, size, layout, tokens, None, runs=runs)
+        image = cls(None, size, layout, tokens, image_digest(pixels, layout), runs=runs)
         image.__dict__["patches"] = layout.apply(pixels)
         return image
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of the pixels and the layout: equal digests mean equal rows. Computed when first asked for."""
+        if self.given_digest is not None:
+            return self.given_digest
+        assert self.pixels is not None
+        return image_digest(self.pixels, self.layout)
+
+    @cached_property
+    def sample(self) -> int:
+        """What takes less to know than the digest: where it differs, so does that."""
+        if self.given_digest is not None or self.pixels is None:
+            return hash(self.digest)
+        flat = self.pixels.reshape(-1)
+        return hash((self.size, self.layout, flat[:: max(1, flat.size // _SAMPLE)].tobytes()))
 
     @property
     def tiles(self) -> tuple[PreparedImage, ...]:

@@ -15,6 +15,7 @@ from edgellm.defaults import ModelDefaults
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.embedding import refusal_to_answer
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import ContextError, RequestError, TemplateError
@@ -33,6 +34,7 @@ from edgellm.text.messages import (
     warn_of_unread,
 )
 from edgellm.text.output import OutputText
+from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import Dropped, OngoingConversation, stays, turn_sizes, turn_starts, turns_to_drop
 from edgellm.tool_calls.calling import ToolCalling
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 #: Of so many system prompts it is remembered where they end.
 _MOST_SYSTEM_PROMPTS = 16
+#: The tokens of so many conversations that show media are kept: the next frame of a camera is asked about alike.
+_MOST_CHATS = 16
 #: From so many tokens on it is worth rendering a new system prompt apart, to know what conversations under it share.
 _LONG_PROMPT = 512
 #: What kernels take of a request's sampling as it is.
@@ -69,6 +73,7 @@ class Preparation:
         self._capacity, self._warn_once = directory.limits.kv_capacity, cache(warn_of_unread)
         #: The tokens of system prompts by their JSON: few are asked with again and again.
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
+        self._chats: RecentlyUsed[tuple[ChatTemplate, str], array[int]] = RecentlyUsed(_MOST_CHATS)
         #: How the model calls tools.
         self.tools = ToolCalling(tokenizer, directory.tool_format)
         vocab_size, ends = directory.config.vocab_size, directory.config.eos_token_ids
@@ -201,16 +206,24 @@ class Preparation:
         one token for each image. Raises ContextError early for far too many."""
         tools, variables = request.tools, request.template_variables or {}
         messages = () if request.messages is None else request.messages
-        checked_messages(messages, self._tokenizer.media)  # errors number the messages as they were given
+        checked = checked_messages(messages, self._tokenizer.media)  # errors number the messages as they were given
         may_call = request.choice is not None and request.choice.mode != "none"
         self._check_template_inputs(tools if may_call else None, variables)
-        return self._tokenizer.encode_chat(
+        template, asked, are_plain = self._tokenizer.chat_template, None, all(len(message) == 2 for message in checked)
+        if template is not None and not template.tells_time and request.shows_media and are_plain and not tools:
+            asked = template, json.dumps([checked, request.continue_final_message, variables])
+            if (known := self._chats.find(asked)) is not None:
+                return known.tolist()
+        found = self._tokenizer.encode_chat(
             self._defaults.with_system_prompt(messages),
             capacity,
             tools=tools,
             continue_final_message=request.continue_final_message,
             **variables,
         )
+        if asked is not None:
+            self._chats.keep(asked, array("i", found))
+        return found
 
     def _check_template_inputs(self, tools: Tools | None, variables: Mapping[str, Any]) -> None:
         """Refuse tools, and report variables, that the chat template never reads."""

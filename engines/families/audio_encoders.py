@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -185,15 +186,20 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray, 
         rows = np.arange(shape.tokens, dtype=np.int32)
         return inputs | heard | {name: rows[None, first::2].copy() for first, name in enumerate(_PAIRS)}
     bins, own = len(features), convolved(config.chunk_frames, config.halvings)
-    chunks, half = shape.tokens // own, config.hidden_size // 2
-    padded = np.pad(features, ((0, 0), (0, chunks * config.chunk_frames - features.shape[1])))
-    waves = np.exp(-np.log(_LONGEST_WAVE) / (half - 1) * np.arange(half))
-    angles = np.arange(own)[:, None] * waves
-    positions = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
+    chunks = shape.tokens // own
+    padded = np.zeros((bins, chunks * config.chunk_frames), np.float32)
+    padded[:, : features.shape[1]] = features
     return {
         "features": padded.reshape(bins, chunks, -1).swapaxes(0, 1).reshape(1, -1, 1),
-        "position_embeddings": np.tile(positions, (chunks, 1))[None],
+        "position_embeddings": _positions(own, chunks, config.hidden_size // 2),
     } | heard
+
+
+@lru_cache(maxsize=4)
+def _positions(rows: int, chunks: int, half: int) -> np.ndarray:
+    """[1, chunks * rows, 2 half] float32: sines, then cosines, of the places of each chunk's rows."""
+    angles = np.arange(rows)[:, None] * np.exp(-np.log(_LONGEST_WAVE) / (half - 1) * np.arange(half))
+    return np.tile(np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32), (chunks, 1))[None]
 
 
 def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:

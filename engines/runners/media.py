@@ -168,8 +168,9 @@ class PromptMedia:
         if self.prefix:  # what the rows hold depends on all of it
             return [*((self.prefix_digest, index) for index in range(self.prefix)), *identities[self.prefix :]]
         for span in self.spans:
+            digest = span.embeddings.digest
             for index, place in enumerate(span.places):
-                identities[place] = (span.embeddings.digest, index)
+                identities[place] = digest, index
         if not self.goes_on:  # a prompt that has the answer in it has other rows for it
             length = self.positions.shape[1]  # type: ignore[union-attr]
             behind = hash_bytes(canonical_json(["answer", *self.digests]))

@@ -7,7 +7,7 @@ from the chunk's place in the prompt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,9 +50,11 @@ class MediaRows:
             before[token] += count
             self._expected[slot] += count
 
-    def checked(self, slot: int, tokens: Readback) -> Readback:
-        """`tokens`, which raise EngineError if the device has inserted other rows for the slot than there are."""
-        return _CheckedTokens(self, slot, tokens, self._backend.read(self._inserted), self._expected[slot])
+    def checked(self, slot: int, read: Callable[[], Readback]) -> Readback:
+        """The tokens that are `read`, which raise EngineError if the device has inserted other rows for the slot than
+        there are: that is read before, so that who has waited for tokens need not wait for it."""
+        inserted = self._backend.read(self._inserted)
+        return _CheckedTokens(self, slot, read(), inserted, self._expected[slot])
 
     def check(self, slot: int, inserted: int, expected: int) -> None:
         """Raise EngineError if other rows were inserted for the slot than were expected."""
