@@ -79,8 +79,8 @@ class AudioEncoder:
         return [*before, *[self.kind.token_id] * piece.tokens, *behind]
 
     def encode(self, pieces: Sequence[PreparedAudio]) -> list[MediaEmbeddings]:
-        """The rows of each window of each piece; those of windows that are not known are computed, and nothing waits for
-        them: a prompt's work is enqueued behind theirs."""
+        """The rows of each window of each piece. Windows that are not known are computed, and nothing waits for
+        them: a prompt's work comes behind theirs."""
         self._seconds.count()  # the work of those before is done by now
         seconds, found, reused = self._seconds.total, list[MediaEmbeddings](), 0
         for piece in pieces:

@@ -220,8 +220,11 @@ def _spans_of(
     spans: list[MediaSpan] = []
     place = 0
     for number, (each, count) in enumerate(zip(media, counts, strict=True), 1):
-        places = found[place : place + count].tolist()
-        runs = np.diff([0, *(np.flatnonzero(np.diff(places) > 1) + 1), count]).tolist()
+        places: Sequence[int] = range(int(found[place]), int(found[place]) + count)
+        runs = [count]
+        if found[place + count - 1] != places[-1]:
+            places = found[place : place + count].tolist()
+            runs = np.diff([0, *(np.flatnonzero(np.diff(places) > 1) + 1), count]).tolist()
         if tuple(runs) != (each.runs or (count,)):
             raise EngineError(
                 f"the {count} tokens of {name} {number} are interrupted: they follow each other in parts of {runs}, "
