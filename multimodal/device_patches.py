@@ -16,7 +16,7 @@ from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.errors import ImageError
 from edgellm.engines.formats.tensors import convert
 from edgellm.engines.recently_used import RecentlyUsed
-from edgellm.engines.runners.encoder_work import PinnedUploads
+from edgellm.engines.runners.encoder_host import EncoderHost
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
 from edgellm.multimodal import image_layout
@@ -46,11 +46,10 @@ class DevicePatches:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self._backend, self._host = backend, EncoderHost(backend)
         self._tables: RecentlyUsed[_Key, _Tables | None] = RecentlyUsed(_KEPT_TABLES)
         self._latest: deque[_Key] = deque(maxlen=_KEPT_TABLES)
         self._buffers: dict[str, Array] = {}
-        self._uploads = PinnedUploads(backend)
 
     def write(self, image: PreparedImage, target: Array) -> None:
         """Set `target` [N, E] compute to the image's rows, in order with the backend's other work.
@@ -73,7 +72,7 @@ class DevicePatches:
         pixels = self._room("pixels", (*image.size, 3))
         between = self._room("between", (*tables.between, 3))
         for place, frame in enumerate(image.pixels.reshape(-1, *pixels.shape)):
-            self._uploads.upload("pixels", pixels, frame)
+            self._host.upload("pixels", pixels, frame)
             kernels.resample(pixels, tables.first, between)
             grid = PatchGrid(layout.patch_size, layout.merge_size, place)
             kernels.resample_to_patches(between, tables.second, tables.values, grid, target)
@@ -82,7 +81,7 @@ class DevicePatches:
         """Let go of all memory."""
         self._tables.clear()
         self._buffers.clear()
-        self._uploads.clear()
+        self._host = EncoderHost(self._backend)
 
     def _room(self, name: str, shape: tuple[int, ...]) -> Array:
         """The memory of a name, uint8, which grows with the images."""

@@ -6,14 +6,11 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, ImageLayout, Size
-
-#: About so many values of an image are its sample.
-_SAMPLE = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,18 +45,14 @@ class PreparedImage:
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of the pixels and the layout: equal digests mean equal rows. Computed when first asked for."""
-        if self.given_digest is not None:
-            return self.given_digest
-        assert self.pixels is not None
-        return image_digest(self.pixels, self.layout)
+        return self.given_digest or image_digest(self.pixels, self.layout)
 
     @cached_property
     def sample(self) -> int:
         """What takes less to know than the digest: where it differs, so does that."""
         if self.given_digest is not None or self.pixels is None:
             return hash(self.digest)
-        flat = self.pixels.reshape(-1)
-        return hash((self.size, self.layout, flat[:: max(1, flat.size // _SAMPLE)].tobytes()))
+        return hash((self.size, self.layout, self.pixels.reshape(-1)[:: 1 + self.pixels.size // 4096].tobytes()))
 
     @property
     def tiles(self) -> tuple[PreparedImage, ...]:
@@ -84,7 +77,7 @@ class PreparedImage:
         return self.layout.apply(self.pixels)
 
 
-def image_digest(pixels: np.ndarray, layout: ImageLayout) -> str:
+def image_digest(pixels: Any, layout: ImageLayout) -> str:
     """SHA-256 of the pixels [H, W, 3] or [F, H, W, 3] uint8, their size, and how they become rows."""
     digest = hashlib.sha256(f"{pixels.shape} {layout!r}\n".encode())
     digest.update(np.ascontiguousarray(pixels))

@@ -27,7 +27,7 @@ from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
 from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines
-from edgellm.engines.runners.encoder_work import SPARE, DeviceSeconds, LentMemory
+from edgellm.engines.runners.encoder_host import SPARE, EncoderHost
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import DevicePatches
@@ -38,8 +38,6 @@ from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
 #: Embeddings are kept of so many of the largest images, in so many bytes at most; of a video as long as the context in
 #: so many, for each question about one that has grown asks for all of its rows.
 _KEPT_IMAGES, _MOST_CACHE_BYTES, _MOST_VIDEO_BYTES = 64, 64 << 20, 256 << 20
-#: Samples of so many images are kept.
-_KEPT_SAMPLES = 1024
 #: How many grids' inputs are kept on the device: a camera has one.
 _KEPT_GRIDS = 4
 
@@ -64,8 +62,8 @@ class VisionEngineRunner:
         a video of so many tokens, at most 256 MiB.
         """
         self.backend, self.config = backend, vision.config
-        #: Images that were known, and that went through the engines, in what seconds.
-        self.cache_hits, self.encoded, self.seconds = 0, 0, DeviceSeconds(backend)
+        #: Images that were known, and that went through the engines.
+        self.cache_hits, self.encoded, self.host = 0, 0, EncoderHost(backend)
         self._vision, self._image_rows = vision, image_rows
         shapes = [vision_shape(rows) for rows in image_rows]
         self._engines, self._steps = LoadedEngines(backend, shapes), CapturedSteps(backend)
@@ -74,15 +72,14 @@ class VisionEngineRunner:
         self._grids: RecentlyUsed[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = RecentlyUsed(_KEPT_GRIDS)
         self._device_patches = DevicePatches(backend)
         self._position_table: np.ndarray | None = None
-        #: The grid's inputs that engines find in their memory; the memory of embeddings.
+        #: The grid's inputs that engines find in their memory.
         self._present: dict[str, Array] = {}
-        self._lent = LentMemory(backend)
         self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes, video_tokens)
         #: Embeddings by the digests of their content.
         self.cache: RecentlyUsed[str, MediaEmbeddings]
         self.cache = RecentlyUsed(self.memory["image embeddings"], attrgetter("nbytes"))
         #: Samples of images that were encoded: the digest of another is wanted behind its encoder, not in front of it.
-        self.samples: RecentlyUsed[int, int] = RecentlyUsed(_KEPT_SAMPLES)
+        self.samples: RecentlyUsed[int, int] = RecentlyUsed(1024)
 
     @classmethod
     def open(cls, backend: Backend, directory: EngineDirectory, cache_bytes: int | None = None) -> VisionEngineRunner:
@@ -119,15 +116,15 @@ class VisionEngineRunner:
         """
         if not self._weights:
             raise EngineError("the vision encoder has no weights: call load() first")
-        self.seconds.count()  # the work of those before is done by now
-        seen = [image for image in images if image.sample in self.samples]
-        known = {image.digest: self.cache.find(image.digest) for image in seen}  # before others push them out
+        self.host.count()  # the work of those before is done by now
+        seen = [image.digest for image in images if image.sample in self.samples]
+        known = {digest: self.cache.find(digest) for digest in seen}  # before others push them out
         embeddings: list[MediaEmbeddings] = []
         for image in images:
             found = known.get(image.digest) if image.sample in self.samples else None
             self.cache_hits += found is not None
             if found is None:
-                with self.seconds.counted():
+                with self.host.counted():
                     found = known[image.digest] = self._encode(image)
                 self.samples.keep(image.sample, image.sample)
                 self.cache.keep(image.digest, found)
@@ -141,7 +138,7 @@ class VisionEngineRunner:
         self._engines.clear()
         self._grids.clear()
         self._device_patches.close()
-        self._lent.clear()
+        self.host = EncoderHost(self.backend)
         self._weights, self._buffers, self._present = {}, {}, {}
 
     def _encode(self, image: PreparedImage) -> MediaEmbeddings:
@@ -202,7 +199,7 @@ class VisionEngineRunner:
     def _embeddings(self, image: PreparedImage, tokens: int) -> MediaEmbeddings:
         """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
         names, hidden = vision_outputs(self.config), self.config.out_hidden_size
-        memory = self._lent.empty((len(names), tokens, hidden))
+        memory = self.host.empty((len(names), tokens, hidden))
         rows = [memory[place : place + 1].reshape(tokens, hidden) for place in range(len(names))]
         for name, own in zip(names, rows, strict=True):
             self.backend.copy(own, leading(self._buffers[name], (tokens, hidden)))

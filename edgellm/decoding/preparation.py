@@ -6,7 +6,7 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain, compress, islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +34,6 @@ from edgellm.text.messages import (
     warn_of_unread,
 )
 from edgellm.text.output import OutputText
-from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import Dropped, OngoingConversation, stays, turn_sizes, turn_starts, turns_to_drop
 from edgellm.tool_calls.calling import ToolCalling
@@ -43,10 +42,8 @@ if TYPE_CHECKING:
     from edgellm.media.encoders import MediaEncoders, PreparedMedia
 
 
-#: Of so many system prompts it is remembered where they end.
+#: Of so many system prompts it is remembered where they end, and what such a conversation's tokens are.
 _MOST_SYSTEM_PROMPTS = 16
-#: The tokens of so many conversations that show media are kept: the next frame of a camera is asked about alike.
-_MOST_CHATS = 16
 #: From so many tokens on it is worth rendering a new system prompt apart, to know what conversations under it share.
 _LONG_PROMPT = 512
 #: What kernels take of a request's sampling as it is.
@@ -73,7 +70,8 @@ class Preparation:
         self._capacity, self._warn_once = directory.limits.kv_capacity, cache(warn_of_unread)
         #: The tokens of system prompts by their JSON: few are asked with again and again.
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
-        self._chats: RecentlyUsed[tuple[ChatTemplate, str], array[int]] = RecentlyUsed(_MOST_CHATS)
+        #: The tokens of conversations that show media: a camera's next frame is asked about alike.
+        self._chats: RecentlyUsed[str, array[int]] = RecentlyUsed(_MOST_SYSTEM_PROMPTS)
         #: How the model calls tools.
         self.tools = ToolCalling(tokenizer, directory.tool_format)
         vocab_size, ends = directory.config.vocab_size, directory.config.eos_token_ids
@@ -209,21 +207,16 @@ class Preparation:
         checked = checked_messages(messages, self._tokenizer.media)  # errors number the messages as they were given
         may_call = request.choice is not None and request.choice.mode != "none"
         self._check_template_inputs(tools if may_call else None, variables)
-        template, asked, are_plain = self._tokenizer.chat_template, None, all(len(message) == 2 for message in checked)
-        if template is not None and not template.tells_time and request.shows_media and are_plain and not tools:
-            asked = template, json.dumps([checked, request.continue_final_message, variables])
-            if (known := self._chats.find(asked)) is not None:
-                return known.tolist()
-        found = self._tokenizer.encode_chat(
-            self._defaults.with_system_prompt(messages),
-            capacity,
-            tools=tools,
-            continue_final_message=request.continue_final_message,
-            **variables,
-        )
-        if asked is not None:
-            self._chats.keep(asked, array("i", found))
-        return found
+        template, asked = self._tokenizer.chat_template, ""
+        sources = () if template is None or tools or not request.shows_media else template.sources.values()
+        if sources and all(len(each) == 2 for each in checked) and not any("strftime_now" in each for each in sources):
+            asked = json.dumps([*sources, checked, request.continue_final_message, variables])
+        encode = partial(self._tokenizer.encode_chat, self._defaults.with_system_prompt(messages), capacity)
+        also = {"tools": tools, "continue_final_message": request.continue_final_message, **variables}
+        found = self._chats.find(asked) or array("i", encode(**also))
+        if asked:
+            self._chats.keep(asked, found)
+        return found.tolist()
 
     def _check_template_inputs(self, tools: Tools | None, variables: Mapping[str, Any]) -> None:
         """Refuse tools, and report variables, that the chat template never reads."""

@@ -15,10 +15,10 @@ from edgellm.engines.families.programs import model_program, model_weights
 from edgellm.engines.model.limits import EngineShape, audio_shape
 from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines
-from edgellm.engines.runners.encoder_work import SPARE, DeviceSeconds, LentMemory, PinnedUploads
+from edgellm.engines.runners.encoder_host import SPARE, EncoderHost
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.errors import AudioError
-from edgellm.kernels.arrays import ITEM_SIZES, Array
+from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.metrics import Metrics
 from edgellm.multimodal.audio_input import heard
 from edgellm.multimodal.log_mel import PreparedAudio, Sound, read_mel_config
@@ -54,11 +54,9 @@ class AudioEncoder:
             self._backend = backend
             self._engines = LoadedEngines(backend, [audio_shape(directory.limits.audio_rows)])
             self._steps = CapturedSteps(backend)
-            self._seconds, self._uploads = DeviceSeconds(backend), PinnedUploads(backend)
             each, spare = self._window_size * ITEM_SIZES[backend.compute_dtype], SPARE * self.config.run_windows
-            self._lent = LentMemory(backend, spare)
-            self._cache: RecentlyUsed[str, MediaEmbeddings]
-            self._cache = RecentlyUsed(AUDIO_CACHE_BYTES - spare * each, lambda rows: each)
+            self._host = EncoderHost(backend, spare)
+            self._cache = RecentlyUsed[str, MediaEmbeddings](AUDIO_CACHE_BYTES - spare * each, lambda rows: each)
             self.memory = audio_memory(self.config, backend.compute_dtype, backend.computes_at_once)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -79,24 +77,23 @@ class AudioEncoder:
         return [*before, *[self.kind.token_id] * piece.tokens, *behind]
 
     def encode(self, pieces: Sequence[PreparedAudio]) -> list[MediaEmbeddings]:
-        """The rows of each window of each piece. Windows that are not known are computed, and nothing waits for
-        them: a prompt's work comes behind theirs."""
-        self._seconds.count()  # the work of those before is done by now
-        seconds, found, reused = self._seconds.total, list[MediaEmbeddings](), 0
+        """The rows of each window of each piece; those that are not known are computed, and nothing waits for that."""
+        self._host.count()  # the work of those before is done by now
+        seconds, found, reused = self._host.seconds, list[MediaEmbeddings](), 0
         for piece in pieces:
             known = [self._cache.find(digest) for digest in piece.digests]
             reused += None not in known
             for first, last in _unknown(known, self.config.lead_windows, self.config.run_windows):
                 lead = max(0, first - self.config.lead_windows)
                 features, frames = piece.features(lead, last), sum(piece.frames[lead:last])
-                with self._seconds.counted():
+                with self._host.counted():
                     known[first:last] = self._encoded(features, frames, piece.digests[first:last], first - lead)
             for each in known:
                 assert each is not None
                 found.append(each)
                 self._cache.keep(each.digest, each)
         counts = {"sounds": len(pieces), "audio_tokens": sum(piece.tokens for piece in pieces)}
-        self._metrics.staged("speech", **counts, seconds=self._seconds.total - seconds, reused_sounds=reused)
+        self._metrics.staged("speech", **counts, seconds=self._host.seconds - seconds, reused_sounds=reused)
         return found
 
     def close(self) -> None:
@@ -104,9 +101,8 @@ class AudioEncoder:
         self._steps.clear()
         self._engines.clear()
         self._arrays.clear()
-        self._lent.clear()
-        self._uploads.clear()
         self._weights, self._present = {}, {}
+        self._host = EncoderHost(self._backend)
 
     def _encoded(self, features: np.ndarray, frames: int, digests: Sequence[str], lead: int) -> list[MediaEmbeddings]:
         """The rows of the windows of some `digests`, each in memory of its own; `features` have those of `lead` windows
@@ -124,24 +120,18 @@ class AudioEncoder:
         engine = self._engines.bound(shape, slice(0, 1), bindings, keep=backend.fixed_shapes)
         for name, values in audio_inputs(config, shape, features, frames).items():
             if values is not self._present.get(name):  # those that are always the same are the same array
-                self._uploads.upload(name, arrays[name], values)
+                self._host.upload(name, arrays[name], values)
                 self._present[name] = values
         self._steps.run(shape, {"speech": engine.enqueue})
         starts = range(lead * config.window_frames, frames, config.window_frames)
         counts = [config.rows(min(config.window_frames, frames - start)) for start in starts]
-        first, found = config.rows(starts[0]), list[MediaEmbeddings]()
+        first, width, found = config.rows(starts[0]), config.out_hidden_size, list[MediaEmbeddings]()
         for count, digest in zip(counts, digests, strict=True):
-            found.append(MediaEmbeddings(self._taken(arrays["audio_embeddings"], first, count), (), digest))
+            rows, flat = self._host.empty((count, width), self._window_size), arrays["audio_embeddings"].reshape(-1)
+            backend.copy(rows, leading(flat[first * width :], (count, width)))
+            found.append(MediaEmbeddings(rows, (), digest))
             first += count
         return found
-
-    def _taken(self, embeddings: Array, first: int, count: int) -> Array:
-        """So many rows from the `first` one on, in memory of the language model's backend."""
-        width = self.config.out_hidden_size
-        rows = self._lent.empty((count, width), self._window_size)
-        flat = embeddings.reshape(-1)[first * width : (first + count) * width]
-        self._backend.copy(rows, flat.reshape(count, width))
-        return rows
 
 
 def _unknown(known: Sequence[MediaEmbeddings | None], lead: int, most: int) -> Iterator[tuple[int, int]]:

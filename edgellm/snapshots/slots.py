@@ -83,7 +83,7 @@ class SlotSnapshots:
         contents are as good. `contents` then say what the slot holds, and how many rows are reused is the result (0:
         none of a snapshot). A snapshot that proves damaged is dropped, with a warning, and the next best is taken.
         """
-        while (match := self._best_match(prompt_ids, adapter, media)) is not None:
+        while self.store.snapshots() and (match := self._best_match(prompt_ids, adapter, media)) is not None:
             tokens = prompt_ids if media is None else media.identities(prompt_ids)
             held, states = match.stored.facts.tokens, self._states["base"]
             common = states.cut(held, match.common)
@@ -121,8 +121,6 @@ class SlotSnapshots:
     def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, media: PromptMedia | None) -> Match | None:
         """The best match of snapshots with none, one, ... of the prompt's images: the one that shares the longest
         prefix with it."""
-        if not self.store.is_used:
-            return None
         digests, cut = () if media is None else media.digests, self._states["base"].cut_windows
         bindings = [
             self.binding(adapter, images_digest(digests[:count], self._encoder)) for count in range(len(digests) + 1)

@@ -67,11 +67,6 @@ class SnapshotStore:
         self._memory: OrderedDict[StoredSnapshot, None] = OrderedDict()
         self._maps: OrderedDict[StoredSnapshot, None] = OrderedDict()
 
-    @property
-    def is_used(self) -> bool:
-        """Whether there is a snapshot."""
-        return bool(self._known)
-
     def put(self, snapshot: Snapshot) -> StoredSnapshot:
         """Keep a snapshot in memory; SnapshotError where it is larger than the whole budget."""
         if snapshot.nbytes > self.memory_budget:

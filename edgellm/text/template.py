@@ -119,11 +119,6 @@ class ChatTemplate:
         return found
 
     @cached_property
-    def tells_time(self) -> bool:
-        """Whether what it writes may be another text later."""
-        return any("strftime_now" in source for source in self.sources.values())
-
-    @cached_property
     def template_variables(self) -> frozenset[str]:
         """The names of the variables that a template of these reads, `messages` and the like among them.
 

@@ -187,8 +187,7 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray, 
         return inputs | heard | {name: rows[None, first::2].copy() for first, name in enumerate(_PAIRS)}
     bins, own = len(features), convolved(config.chunk_frames, config.halvings)
     chunks = shape.tokens // own
-    padded = np.zeros((bins, chunks * config.chunk_frames), np.float32)
-    padded[:, : features.shape[1]] = features
+    padded = np.pad(features, ((0, 0), (0, chunks * config.chunk_frames - features.shape[1])))
     return {
         "features": padded.reshape(bins, chunks, -1).swapaxes(0, 1).reshape(1, -1, 1),
         "position_embeddings": _positions(own, chunks, config.hidden_size // 2),

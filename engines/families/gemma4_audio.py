@@ -7,8 +7,6 @@ what comes later: what is heard more leaves those before as they are.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from edgellm.engines.families.decoders import filled
@@ -101,19 +99,15 @@ def conformer_inputs(config: ConformerConfig, shape: EngineShape, features: np.n
     """What the program takes of `features` [bins, F]: a row for each band of each frame, zeros behind the last; which
     rows of the first convolution are those of sound; and waves of distances (Vaswani et al. 2017)."""
     bins, frames = features.shape
+    half = config.hidden_size // 2
+    waves = np.exp(-np.log(_LONGEST_WAVE) / max(1, half - 1) * np.arange(half))
+    angles = np.arange(config.past)[:, None] * waves
     heard = np.arange(_FRAMES // 2 * shape.tokens) < convolved(frames, 1)
     return {
         "features": np.pad(features.T, ((0, _FRAMES * shape.tokens - frames), (0, 0))).reshape(1, -1, 1),
         "heard": np.repeat(heard, convolved(bins, 1)).astype(np.float32)[None, :, None],
-        "distances": _distances(config.past, config.hidden_size // 2),
+        "distances": np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)[None],
     }
-
-
-@lru_cache(maxsize=4)
-def _distances(past: int, half: int) -> np.ndarray:
-    """[1, past, 2 half] float32: sines, then cosines."""
-    angles = np.arange(past)[:, None] * np.exp(-np.log(_LONGEST_WAVE) / max(1, half - 1) * np.arange(half))
-    return np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)[None]
 
 
 def conformer_program(config: ConformerConfig, shape: EngineShape) -> Program:

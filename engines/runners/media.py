@@ -220,10 +220,8 @@ def _spans_of(
     spans: list[MediaSpan] = []
     place = 0
     for number, (each, count) in enumerate(zip(media, counts, strict=True), 1):
-        places: Sequence[int] = range(int(found[place]), int(found[place]) + count)
-        runs = [count]
-        if found[place + count - 1] != places[-1]:
-            places = found[place : place + count].tolist()
+        places, runs = found[place : place + count].tolist(), [count]
+        if places[-1] - places[0] >= count:
             runs = np.diff([0, *(np.flatnonzero(np.diff(places) > 1) + 1), count]).tolist()
         if tuple(runs) != (each.runs or (count,)):
             raise EngineError(

@@ -51,10 +51,9 @@ class MediaRows:
             self._expected[slot] += count
 
     def checked(self, slot: int, read: Callable[[], Readback]) -> Readback:
-        """The tokens that are `read`, which raise EngineError if the device has inserted other rows for the slot than
-        there are: that is read before, so that who has waited for tokens need not wait for it."""
-        inserted = self._backend.read(self._inserted)
-        return _CheckedTokens(self, slot, read(), inserted, self._expected[slot])
+        """The tokens that are `read` behind the count of inserted rows; where it is not as expected: EngineError."""
+        inserted, expected = self._backend.read(self._inserted), self._expected[slot]
+        return _CheckedTokens(read(), lambda: self.check(slot, int(inserted.wait()[slot]), expected))
 
     def check(self, slot: int, inserted: int, expected: int) -> None:
         """Raise EngineError if other rows were inserted for the slot than were expected."""
@@ -70,15 +69,12 @@ class MediaRows:
 class _CheckedTokens(NamedTuple):
     """See `MediaRows.checked`."""
 
-    rows: MediaRows
-    slot: int
     tokens: Readback
-    inserted: Readback
-    expected: int
+    check: Callable[[], None]
 
     def wait(self) -> np.ndarray:
         values = self.tokens.wait()
-        self.rows.check(self.slot, int(self.inserted.wait()[self.slot]), self.expected)
+        self.check()
         return values
 
 

@@ -27,6 +27,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.media_inputs import MediaRows
 from edgellm.kernels.made import CAPTURED
+from edgellm.multimodal import prepared_image
 from edgellm.multimodal.log_mel import Sound
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.transcription import transcription_request
@@ -183,7 +184,7 @@ def test_nothing_is_made_for_an_image_after_opening(
     tmp_path: Path,
 ) -> None:
     """Images of every size are encoded in one captured launch, which nothing waits for, and frames take the memory of
-    those that are not kept any more."""
+    those that are not kept any more. The digest of one that nobody saw is computed behind its launch."""
     made, checkpoint = on_nothing(1), make_checkpoint(tmp_path / "checkpoint", 3, **FAMILIES[family])
     limits = EngineLimits(1, prefill_chunk=64, kv_capacity=128, image_rows=(64, 128))
     build_engine_directory(checkpoint, tmp_path / "engines", limits, [])
@@ -197,6 +198,10 @@ def test_nothing_is_made_for_an_image_after_opening(
         with monkeypatch.context() as changed:
             changed.setattr(EncoderEngine, "_launch", None)
             changed.setattr(EncoderEngine, "enqueue", None)
+            digest, run = prepared_image.image_digest, runner._steps.run
+            order: list[str] = []
+            changed.setattr(prepared_image, "image_digest", lambda *given: order.append("digest") or digest(*given))
+            changed.setattr(runner._steps, "run", lambda *given: order.append("encoder") or run(*given))
             for turn in range(12):
                 if turn == 9:  # sizes are known, and what was kept of frames is full
                     before = set(backend.module.sources), backend._next
@@ -206,6 +211,7 @@ def test_nothing_is_made_for_an_image_after_opening(
                     waits, params = backend.waits, PARAMS if turn < 9 else replace(PARAMS, max_tokens=1)
                     runtime.handle_request(Request(messages=[{"role": "user", "content": shown}], params=params))
                     assert turn < 9 or backend.waits == waits + 1  # for the first token
+            assert order == ["encoder", "digest"] * 24
         assert backend.made.counts[CAPTURED] == captured
         assert (set(backend.module.sources), backend._next) == before
 
