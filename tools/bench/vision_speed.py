@@ -3,9 +3,9 @@
     python tools/bench/vision_speed.py [--work DIRECTORY] [--output RESULTS.json] [--layers N] [--backend NAME]
 
 Every frame is another one, as from a camera; times are wall time of a host that waits after each part, medians of the
-frames after the first few. `digest` names the content, behind the encoder's launch, `patches` are resizing, normalizing and ordering, `vision` is
-the rest of the vision runner's work, `prefill` takes the prompt with the image in it and ends with the first token.
-Where transformers and PyTorch with CUDA are there, the same encoder is timed with them.
+frames after the first few. `digest` names the content, behind the encoder's launch; `patches` are resizing, normalizing
+and ordering, `vision` is the rest of the vision runner's work, `prefill` takes the prompt with the image in it and ends
+with the first token. Where transformers and PyTorch with CUDA are there, the same encoder is timed with them.
 """
 
 from __future__ import annotations
