@@ -8,12 +8,17 @@ template <typename T, int EACH>
 __global__ void __launch_bounds__(32)
     choose(const __grid_constant__ Choice given, int* ids, float* weights, float* shared) {
     const int row = blockIdx.x;
+    __shared__ int own_ids[32];
+    __shared__ float own_weights[32];
     launch_next_kernel();
     wait_for_previous_kernel();
     RowChoice<EACH> own;
-    own.choose(given, row);
-    own.leave_ids(given, ids + static_cast<size_t>(row) * given.chosen);
-    own.leave_weights(given, weights + static_cast<size_t>(row) * given.chosen);
+    own.choose(given, row, own_ids, own_weights);
+    own.leave_weights(given, own_ids, own_weights);
+    if (threadIdx.x < given.chosen) {
+        ids[row * given.chosen + threadIdx.x] = own_ids[threadIdx.x];
+        weights[row * given.chosen + threadIdx.x] = own_weights[threadIdx.x];
+    }
     if (given.gate == nullptr) return;
     const float share = share_of_all<T>(given, row);
     if (threadIdx.x == 0) shared[row] = share;

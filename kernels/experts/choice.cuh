@@ -19,85 +19,113 @@ struct Choice {
 };
 static_assert(sizeof(Choice) == HOST_CHOICE_BYTES, "as the host's structure");
 
-// What a warp chooses for a row; lane l has experts l, l + 32 and so on, EACH of them.
-template <int EACH> struct RowChoice {
-    float score[EACH];
-    unsigned chosen = 0;  // a bit for each of the lane's experts
-    bool is_nan = false;
+// Divides by what is 1 or more, and no infinity, and rounds as division does (Markstein 1990), without the branch for what is too
+// small for that.
+template <int EACH> __device__ __forceinline__ void divide(float (&values)[EACH], float divisor) {
+    const float inverse = __frcp_rn(divisor);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        float quotient = values[i] * inverse;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) quotient = fmaf(fmaf(-quotient, divisor, values[i]), inverse, quotient);
+        values[i] = quotient;
+    }
+}
 
-    __device__ __forceinline__ void choose(const Choice& given, int row) {
+// A warp chooses for a row; lane l has experts l, l + 32 and so on, EACH of them. What was chosen comes to ids and weights
+// [chosen], in the order of ids: first ids and scores, of which `leave_weights` makes weights.
+template <int EACH> struct RowChoice {
+    float total;  // of the scores of the lane's chosen ones
+    bool is_nan;
+
+    __device__ __forceinline__ void choose(const Choice& given, int row, int* ids, float* weights) {
         const int lane = threadIdx.x % 32;
         const float none = minus_infinity();
-        float largest = none, sum = 0.f;
-        unsigned judged[EACH];  // keys; 0, which is none's, where there is no expert, or where it is chosen already
+        float score[EACH], added[EACH], largest = none;
+        is_nan = false;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int expert = i * 32 + lane;
-            score[i] = expert < given.experts ? __ldcg(given.scores + static_cast<size_t>(row) * given.experts + expert) : none;
-            is_nan |= score[i] != score[i];
-            largest = fmaxf(largest, score[i]);
+            const bool exists = expert < given.experts;
+            score[i] = exists ? __ldcg(given.scores + static_cast<size_t>(row) * given.experts + expert) : none;
+            added[i] = exists && given.correction != nullptr ? __ldg(given.correction + expert) : 0.f;
         }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) is_nan |= score[i] != score[i], largest = fmaxf(largest, score[i]);
         is_nan = __any_sync(FULL_WARP, is_nan);
-        largest = key_value(__reduce_max_sync(FULL_WARP, ordered_key(largest)));
+        if (given.sigmoid) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const bool exists = i * 32 + lane < given.experts;
-            score[i] = !exists ? 0.f : given.sigmoid ? 1.f / (1.f + expf(-score[i])) : expf(score[i] - largest);
-            sum += score[i];
+            for (int i = 0; i < EACH; ++i) score[i] = 1.f / (1.f + expf(-score[i]));
+        } else {
+            float sum = 0.f;
+            largest = key_value(__reduce_max_sync(FULL_WARP, ordered_key(largest)));
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) score[i] = expf(score[i] - largest), sum += score[i];
+            divide<EACH>(score, decode::warp_sum(sum));
         }
-        sum = decode::warp_sum(sum);
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int expert = i * 32 + lane;
-            if (!given.sigmoid) score[i] /= sum;
-            const float* correction = given.correction == nullptr || expert >= given.experts ? nullptr : given.correction + expert;
-            judged[i] = expert < given.experts ? ordered_key(correction == nullptr ? score[i] : score[i] + __ldg(correction)) : 0;
-        }
-#pragma unroll 1
-        for (int number = 0; number < given.chosen; ++number) {
-            unsigned best = judged[0];
-#pragma unroll
-            for (int i = 1; i < EACH; ++i) best = max(best, judged[i]);
-            int own = 0;  // the lowest of the lane's best
-#pragma unroll
-            for (int i = EACH - 1; i >= 0; --i)
-                if (judged[i] == best) own = i * 32 + lane;
-            own = __reduce_min_sync(FULL_WARP, best == __reduce_max_sync(FULL_WARP, best) ? own : 32 * EACH) - lane;
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
-                if (own == i * 32) judged[i] = 0, chosen |= 1u << i;
-        }
-    }
-
-    // Calls take(i, place) for each chosen one of the lane's experts; places are in the order of ids.
-    template <typename Take> __device__ __forceinline__ void for_chosen(const Take& take) const {
+        const unsigned chosen = of_best(given, score, added);
         int before = 0;  // of lower ids
+        total = 0.f;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const bool is_chosen = chosen >> i & 1;
             const unsigned lanes = __ballot_sync(FULL_WARP, is_chosen);
-            if (is_chosen) take(i, before + __popc(lanes & ((1u << threadIdx.x % 32) - 1)));
+            const int place = before + __popc(lanes & ((1u << lane) - 1)), expert = i * 32 + lane;
             before += __popc(lanes);
+            if (!is_chosen) continue;
+            ids[place] = expert >= given.first && expert < given.last ? expert - given.first : -1;
+            weights[place] = score[i];
+            total += score[i];
         }
     }
-    static __device__ int own_id(const Choice& given, int i) {
-        const int expert = i * 32 + threadIdx.x % 32;
-        return expert >= given.first && expert < given.last ? expert - given.first : -1;
-    }
-    __device__ __forceinline__ void leave_ids(const Choice& given, int* ids) const {
-        for_chosen([&](int i, int place) { ids[place] = own_id(given, i); });
-    }
-    __device__ __forceinline__ void leave_weights(const Choice& given, float* weights) const {
-        float total = 0.f;
+
+    // A bit for each of the lane's experts that is chosen.
+    static __device__ __forceinline__ unsigned of_best(const Choice& given, const float (&score)[EACH], const float (&added)[EACH]) {
+        const int lane = threadIdx.x % 32;
+        unsigned left[EACH], chosen = 0;  // keys; 0, which is none's, of what is no expert or is chosen already
+        const auto begin = [&] {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (chosen >> i & 1) total += score[i];
+            for (int i = 0; i < EACH; ++i) left[i] = i * 32 + lane < given.experts ? ordered_key(score[i] + added[i]) : 0;
+        };
+        const auto best_of_lane = [&] {
+            unsigned best = left[0];
+#pragma unroll
+            for (int i = 1; i < EACH; ++i) best = max(best, left[i]);
+            return best;
+        };
+        begin();
+#pragma unroll 1
+        for (int number = 0; number < given.chosen; ++number) {  // all that are equal at once
+            const unsigned best = __reduce_max_sync(FULL_WARP, best_of_lane());
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (left[i] == best) left[i] = 0, chosen |= 1u << i;
+        }
+        if (__reduce_add_sync(FULL_WARP, __popc(chosen)) == given.chosen) return chosen;
+        begin(), chosen = 0;
+#pragma unroll 1
+        for (int number = 0; number < given.chosen; ++number) {  // of equal ones the lower ids
+            const unsigned best = best_of_lane();
+            int own = 0;
+#pragma unroll
+            for (int i = EACH - 1; i >= 0; --i)
+                if (left[i] == best) own = i * 32 + lane;
+            own = __reduce_min_sync(FULL_WARP, best == __reduce_max_sync(FULL_WARP, best) ? own : 32 * EACH) - lane;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (own == i * 32) left[i] = 0, chosen |= 1u << i;
+        }
+        return chosen;
+    }
+
+    __device__ __forceinline__ void leave_weights(const Choice& given, const int* ids, float* weights) const {
         const float divisor = decode::warp_sum(total) + given.epsilon;
-        for_chosen([&](int i, int place) {
-            float weight = (given.normalized ? score[i] / divisor : score[i]) * given.scale;
-            if (is_nan) weight = __uint_as_float(0x7fffffffu);
-            weights[place] = own_id(given, i) < 0 ? 0.f : weight;
-        });
+        const int place = threadIdx.x % 32;
+        __syncwarp();
+        if (place >= given.chosen) return;
+        float weight = (given.normalized ? weights[place] / divisor : weights[place]) * given.scale;
+        if (is_nan) weight = __uint_as_float(0x7fffffffu);
+        weights[place] = ids[place] < 0 ? 0.f : weight;
     }
 };
 

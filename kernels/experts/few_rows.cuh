@@ -29,7 +29,7 @@ struct Product {
     void* output;
     unsigned* counters;
     unsigned long long stride;
-    int experts, biases, sharing, pairs, most, room;
+    int experts, biases, sharing, pairs, rows, most, room;
     float limit;
 };
 static_assert(sizeof(Product) == HOST_PRODUCT_BYTES, "as the host's structure");
@@ -100,25 +100,23 @@ template <int KIND, bool LATE = false> __device__ __forceinline__ void begin_beh
 // What the block's warps choose: one for each row, and of downs another for its share of the expert that all rows go through.
 template <int EACH> struct Chosen {
     const Choice& choice;
-    int rows, *ids;
+    const int rows;
+    int* ids;
     float *weights, *shares;
     RowChoice<EACH> own;
 
-    __device__ Chosen(const Product& given, char* shared) : choice(given.choice), rows(given.pairs / given.choice.chosen) {
+    __device__ Chosen(const Product& given, char* shared) : choice(given.choice), rows(given.rows) {
         const int warp = threadIdx.x / 32;
         ids = reinterpret_cast<int*>(shared + given.room);
         weights = reinterpret_cast<float*>(ids + given.pairs), shares = weights + given.pairs;
-        if (warp < rows) {
-            own.choose(choice, warp);
-            own.leave_ids(choice, ids + warp * choice.chosen);
-        }
+        if (warp < rows) own.choose(choice, warp, ids + warp * choice.chosen, weights + warp * choice.chosen);
         __syncthreads();
     }
     // Weights and shares come later than ids, when the experts' weights are under way; a barrier must follow.
     template <typename T> __device__ __forceinline__ void leave_shares() const {
         const int warp = threadIdx.x / 32;
         if (warp < rows) {
-            own.leave_weights(choice, weights + warp * choice.chosen);
+            own.leave_weights(choice, ids + warp * choice.chosen, weights + warp * choice.chosen);
         } else if (warp < 2 * rows && choice.gate != nullptr) {
             const float share = share_of_all<T>(choice, warp - rows);
             if (threadIdx.x % 32 == 0) shares[warp - rows] = share;

@@ -31,6 +31,8 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ADDING_THREADS = 128
+#: Of a block's own variables, and of ids, weights and shares that it chooses, at most.
+_OWN_BYTES = 64 + contract.MAX_CHOOSING_ROWS * (8 * contract.MAX_CHOSEN + 4)
 #: Blocks of one launch of dense experts: so many times what the GPU has at once, where pairs have work for as many.
 _ROUNDS = 2
 
@@ -68,7 +70,7 @@ class _Product(ctypes.Structure):
         *members(
             "void* input output counters",
             "ulonglong stride",
-            "int experts biases sharing pairs most room",
+            "int experts biases sharing pairs rows most room",
             "float limit",
         ),
     ]
@@ -94,15 +96,15 @@ class CudaExperts:
         self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
 
     def choose(self, choice, routed):
-        rows, argument, each = self._choice(choice)
+        (argument, each), rows = self._choice(choice), choice.scores.size // choice.routing.experts
         for name, array in (("expert_ids", routed.expert_ids), ("expert_weights", routed.expert_weights)):
             check_room(name, array, rows, choice.routing.chosen)
         kernel = decode_kernel("experts/choice.cu", f"experts::choose<{self._type}, {each}>", _CHOICE_MACROS)
         given = argument, *map(ctypes.c_void_p, addresses(*routed[:3]))
         return Launch(self.module, kernel, (rows, 1, 1), 32, 0, given)
 
-    def _choice(self, choice: contract.Choice) -> tuple[int, _Choice, int]:
-        """How many rows choose, by what, and how many experts a lane has."""
+    def _choice(self, choice: contract.Choice) -> tuple[_Choice, int]:
+        """By what rows choose, and how many experts a lane has."""
         routing, scores, correction, shared, own = choice
         experts, chosen = routing.experts, routing.chosen
         reason = contract.experts_refusal(experts, chosen)
@@ -117,7 +119,7 @@ class CudaExperts:
             *(own or (0, experts)),
             *(routing.epsilon, routing.scale),
         )
-        return scores.size // experts, arguments, 1 << (-(-experts // 32) - 1).bit_length()
+        return arguments, 1 << (-(-experts // 32) - 1).bit_length()
 
     def gate_up(self, x, routed, experts, how, output):
         return self._product(how.kind, x, routed, experts, output, how)
@@ -170,8 +172,9 @@ class CudaExperts:
         outputs, sharing = (rows, 1) if how is None else (rows // how.sums, chosen)
         pairs, choice, each, room = contract.check_pairs(routed.rows, chosen), _Choice(), 0, 0
         if routed.choice is not None:
-            _, choice, each = self._choice(routed.choice)
-            room = _chosen_bytes(routed.rows, chosen)
+            (choice, each), room = self._choice(routed.choice), routed.rows * (8 * chosen + 4)
+            if routed.rows > contract.MAX_CHOOSING_ROWS:
+                raise KernelError(f"blocks choose for up to {contract.MAX_CHOOSING_ROWS} rows, not {routed.rows}")
         reason = contract.matrix_refusal(rows, columns, gated, layout)
         if reason is not None or x.dtype != self.dtype:
             raise KernelError(reason or f"experts multiply {self.dtype}, not {x.dtype}")
@@ -184,7 +187,8 @@ class CudaExperts:
             *(linear, addition, _Written(*addresses(*routed[:3])), choice),
             *addresses(x, output, counters),
             rows * columns * 2 if layout is None else expert_bytes(layout, experts.experts),
-            *(experts.experts, rows, sharing, pairs, most, shared_bytes, 0.0 if how is None else how.limit),
+            *(experts.experts, rows, sharing, pairs, routed.rows, most, shared_bytes),
+            0.0 if how is None else how.limit,
         )
         return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes + room, (arguments,))
 
@@ -217,15 +221,6 @@ class CudaExperts:
         # A few more than there is room for would wait until others have ended, and take as long again.
         blocks = max(1, min(way.grid(height, gpu)[0], way.blocks * gpu.multiprocessors // groups))
         return most, (kernel, blocks, needed)
-
-
-def _chosen_bytes(rows: int, chosen: int) -> int:
-    """What so many rows chose, where a block chose for them: ids, weights, and shares of the shared expert."""
-    return rows * (8 * chosen + 4)
-
-
-#: Of a block's own variables, and of what it may choose, at most.
-_OWN_BYTES = 64 + _chosen_bytes(contract.MAX_CHOOSING_ROWS, contract.MAX_CHOSEN)
 
 
 def dense_geometry(pairs: int, columns: int, gated: bool, shared_limit: int) -> tuple[Geometry, int, int]:

@@ -105,6 +105,11 @@ def test_the_sum_is_that_of_the_numpy_backend(name: str, packed: bool) -> None:
         launch()
     share = 1 / (1 + np.exp(-(x @ gate.T)))
     np.testing.assert_allclose(total, residual + 0.5 * (expected + share * shared), rtol=2e-5, atol=2e-5)
+    again, counters = np.zeros_like(total), np.zeros((rows, 4), np.uint32)
+    chosen = Routed(choice=choice)  # by whoever multiplies: the same
+    kernels.gate_up(x, chosen, own[0], mixture.activation, inner)()
+    kernels.down_add(inner, own[1], outputs, Addition(chosen, residual, again, 0.5, shared), counters)()
+    np.testing.assert_array_equal(again, total)
     whole = routed._replace(shared_weights=None)  # without a gate all of what it gives is added
     kernels.add(outputs, Addition(whole, residual, total, 0.5, shared))()
     np.testing.assert_allclose(total, residual + 0.5 * (expected + shared), rtol=2e-5, atol=2e-5)
