@@ -145,7 +145,8 @@ def _forms(one: bool, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> 
     if tiles > 8:
         return _MORE_TILES, *_OVERLAPPING
     is_small = 4 * layout.rows <= 3 * 2 * BLOCK_ROWS * gpu.multiprocessors
-    if not of_experts and is_small and share > 2 and layout.format.bits <= 4 and layout.scales == 1:
+    is_deep = share > 2 if is_small else share == 2 and tiles == 1
+    if not of_experts and is_deep and layout.format.bits <= 4 and layout.scales == 1:
         return _DEEP_TILES, *_OVERLAPPING
     is_fine, is_brief = layout.scales > 1, slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
     if not is_brief and is_fine and layout.format.bits == 8:

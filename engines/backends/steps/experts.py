@@ -86,8 +86,8 @@ class ChooseExperts(Step):
 
 @dataclass(frozen=True)
 class _OfExperts(Step):
-    """A layer of all experts, by the `choice` of a row, which a step before made, or of which `chooses` says that this
-    one makes it for itself."""
+    """A layer of all experts, of which each row goes through those of its `choice`: a step before made it or, where it
+    `chooses`, this one makes it."""
 
     value: str = field(metadata=READS)
     choice: ChooseExperts = field()
@@ -95,11 +95,6 @@ class _OfExperts(Step):
     mixture: Mixture
     chooses: bool
     called: ClassVar[str] = "the experts' layer {0.linear.name}"
-
-    @property
-    def weights(self) -> Iterator[WeightSpec]:
-        """Those of the layer, and of the choice."""
-        yield from (*super().weights, *(self.choice.weights if self.chooses else ()))
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -121,6 +116,11 @@ class _OfExperts(Step):
 @dataclass(frozen=True)
 class GateUpExperts(_OfExperts):
     """output = what each of a row's experts makes of its gates and ups of the row, beside each other."""
+
+    @property
+    def weights(self) -> Iterator[WeightSpec]:
+        """Those of the layer, and of the choice, which downs make again."""
+        yield from (*super().weights, *(self.choice.weights if self.chooses else ()))
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (rows_like(kinds, self.value, self.mixture.chosen * self.mixture.size), "compute")}
