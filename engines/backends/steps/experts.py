@@ -294,7 +294,8 @@ def _choice_of(step: ChooseExperts, run: Launching) -> Choice:
 
 
 def _left(step: ChooseExperts, run: Launching) -> Routed:
-    return Routed(*map(run.array, step.leaves))
+    ids, shares, *shared_shares = map(run.array, step.leaves)
+    return Routed(ids, shares, shared_shares[0] if shared_shares else None)
 
 
 def _one(layout: PackedLayout | None) -> DeviceLayout | None:
