@@ -25,7 +25,7 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Keys of a tile, and rows of an instruction.
 KEY_TILE, _ROWS = 64, 16
-#: Warps that can share a tile of heads of more elements than these: each has the sums of 64 columns.
+#: Warps that can share a tile, each with the sums of a quarter of the columns; larger heads than these need them.
 _SHARED_TILE_WARPS, _MOST_OF_ONE_WARP = 4, 128
 #: Columns of a part of a head: of larger ones each block has the values of one.
 _PART = 256
@@ -50,6 +50,7 @@ _BLOCK, _WARP, _HEADS, _NEW = fitted(_FITTED, "block", "warp", "heads", "new")
 _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = fitted(_FITTED, "merge", "merge_cluster", "merge_memory")
 _TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = fitted(_FITTED, "tile", "tile_64", "tile_work", "wait", "wait_ahead")
 _TELL, _IN_TURN, _NO_ROOM, _IDLE, _IDLE_WARP = fitted(_FITTED, "tell", "in_turn", "no_room", "idle", "idle_warp")
+_ONE_ROW = fitted(_FITTED, "one_row")[0]
 
 
 class _Attention(ctypes.Structure):
@@ -144,8 +145,7 @@ class AttentionGeometry:
     """How attention.cu's blocks share the work, on which no bit of a result depends.
 
     A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head), and `slots` spans of keys at
-    once; each pair of them is a warp's, or of heads of more than 128 elements that of `tile_warps` (4). `stages` (1 to
-    3) tiles of keys of each slot have room in memory. `splits` blocks share the spans, as a cluster or through global
+    once; each pair of them is a warp's, or that of `tile_warps` (4) that share it. `stages` (1 to 3) tiles of keys of each slot have room in memory. `splits` blocks share the spans, as a cluster or through global
     memory. Slots and splits are powers of two. `in_turn`: new keys, a tile's keys and its values have the same memory,
     one after the other, in blocks of one slot, row tile and stage whose tile four warps share. Else all of a tile come
     at once, also both parts of the keys of a head in two parts.
@@ -209,9 +209,9 @@ class AttentionGeometry:
 
 class AttentionKind(NamedTuple):
     """What a kernel is compiled for. `shares`: several warps have spans of a row; `int8`: KV rows are; `window`: they
-    are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see `AttentionGeometry`; `sinks`:
-    each head has one; `neighbours`, `norms_behind`, `cap`, `values_normed`: see
-    `AttentionWeights`."""
+    are a ring, of which tokens see a part. `tile_warps` (None: as large heads need), `in_turn`: see
+    `AttentionGeometry`; `sinks`: each head has one; `neighbours`, `norms_behind`, `cap`, `values_normed`: see
+    `AttentionWeights`. `one_token`: each sequence has one, without a mask, as in plain decode steps."""
 
     shares: bool = True
     int8: bool = False
@@ -223,6 +223,7 @@ class AttentionKind(NamedTuple):
     norms_behind: bool = False
     cap: bool = False
     values_normed: bool = False
+    one_token: bool = False
 
 
 _PLAIN = AttentionKind()
@@ -255,6 +256,7 @@ def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -
         ("HOST_NORMS_BEHIND", int(kind.norms_behind)),
         ("HOST_CAP", int(kind.cap)),
         ("HOST_VALUES_NORMED", int(kind.values_normed)),
+        ("HOST_ONE_TOKEN", int(kind.one_token)),
     )
     expression = f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}, {str(kind.shares).lower()}>"
     return decode_kernel("attention.cu", expression, macros)
@@ -268,8 +270,10 @@ def attention_launch(
     scratch: AttentionScratch,
     context: DeviceArray,
     geometry: AttentionGeometry | None = None,
+    one_token: bool = True,
 ) -> Launch:
-    """See `NumpyDecodeKernels.attention`. `geometry`: other than the fastest."""
+    """See `NumpyDecodeKernels.attention`. `geometry`: other than the fastest. `one_token` False: the kernel of any number
+    of tokens for one, too."""
     mask, (batch, kv_heads, kv_rows, size) = step.attention_mask, step.k_cache.shape
     tokens, mask_keys = (1, 0) if mask is None else mask.shape[2:]
     columns = step.rope_rotary_cos_sin.shape[-1]
@@ -315,15 +319,30 @@ def attention_launch(
     )
     how = (geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None)
     ready = weights.neighbours, weights.norms_behind, cap > 0, weights.values_normed
-    kernel = attention_kernel(context.dtype, size, AttentionKind(*how, *ready))
+    kernel = attention_kernel(context.dtype, size, AttentionKind(*how, *ready, one_token and mask is None))
     shares = splits * shape.parts
     grid, cluster = (shares, kv_heads, batch * token_blocks), (shares if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 
 
 def attention_geometry(shape: AttentionShape, gpu: KernelModule) -> AttentionGeometry:
-    """The fastest that fits, by estimate; the smallest if none does."""
-    return _fastest(shape, gpu.multiprocessors, gpu.shared_limit, gpu.has_clusters)
+    """The fastest that fits: as measured, or else by estimate; the smallest if none does."""
+    capacity = gpu.multiprocessors, gpu.shared_limit, gpu.has_clusters
+    return _measured(shape, *capacity) or _fastest(shape, *capacity)
+
+
+def _measured(
+    shape: AttentionShape, multiprocessors: int, limit: int, has_clusters: bool
+) -> AttentionGeometry | None:
+    """What was measured for one row, on a GPU with clusters that has all its blocks at once."""
+    if not has_clusters or shape.batch * shape.tokens > 1:
+        return None
+    for most_spans, *values in _ONE_ROW.get(shape.size, ()):
+        geometry = AttentionGeometry(*values)
+        if shape.spans <= most_spans:
+            fits = geometry.fits(shape, limit) and geometry.splits * shape.kv_heads <= multiprocessors
+            return geometry if fits else None
+    return None
 
 
 @cache
