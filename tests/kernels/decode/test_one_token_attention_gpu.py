@@ -83,13 +83,9 @@ class Layer:
         self.scratch = AttentionScratch(partials, gpu.zeros((attention_counters(shape),), "uint32"))
 
     def launch(self, general: bool, geometry: AttentionGeometry | None) -> Launch:
-        keys, values = (
-            (self.caches[:1], self.caches[1:]) if len(self.caches) == 2 else (self.caches[:2], self.caches[2:])
-        )
-        scales = (keys[1], values[1]) if len(keys) > 1 else (None, None)
-        mask = self.mask if general else None
-        rows = keys[0], values[0], False, *scales, self.shape.window or None
-        step = AttentionStep(self.turns, self.starts, mask, *rows)
+        caches = self.caches[::2] + self.caches[1::2] if self.shape.int8 else [*self.caches, None, None]
+        mask, scales = self.mask if general else None, (*caches[2:], self.shape.window or None)
+        step = AttentionStep(self.turns, self.starts, mask, *caches[:2], False, *scales)
         given = self.qkv, self.weights, step, self.scratch, self.context
         return attention_launch(self.gpu.kernel_module, *given, geometry)
 
@@ -132,18 +128,21 @@ def test_one_token_has_the_same_bits_in_every_kernel_and_geometry(gpu, name: str
     kinds = ((1, False), (4, False), (4, True))
     every = [AttentionGeometry(*share[:2], 1, *share[2:], *kind) for share, kind in product(SHARES, kinds)]
     for batch, all_starts in STARTS.items():
-        layer, launches = Layer(gpu, case, batch, dtype), {}
-        with module.side_by_side():  # whatever is compiled
-            for geometry in (None, *every):
-                is_possible = geometry is None or geometry.fits(layer.shape, module.shared_limit)
-                if is_possible and (module.has_clusters or geometry is None or not geometry.in_cluster):
-                    launches |= {(general, geometry): layer.launch(general, geometry) for general in (True, False)}
+        layer = Layer(gpu, case, batch, dtype)
+        fitting = [each for each in every if each.fits(layer.shape, module.shared_limit)]
+        geometries = [None, *(each for each in fitting if module.has_clusters or not each.in_cluster)]
+        labels = list(product((True, False), geometries))
+        with module.side_by_side():  # then all are made again, of kernels that are loaded
+            for label in labels:
+                layer.launch(*label)
+        launches = {label: layer.launch(*label) for label in labels}
         for starts in all_starts:
             expected: list[np.ndarray] = []
             for label, launch in launches.items():
                 found = layer.found(launch, starts, starts == 1000)
                 expected = expected or found
+                assert (found[0].view(np.uint16) != layer.nothing.view(np.uint16)).all(), label
                 for one, other in zip(found, expected, strict=True):
                     np.testing.assert_array_equal(one, other, err_msg=f"{label} behind {starts}")
-        tiles = {geometry.tile_warps for _, geometry in launches if geometry is not None}
+        tiles = {geometry.tile_warps for geometry in geometries if geometry is not None}
         assert tiles >= ({4} if case.size > 256 else {1, 4})
