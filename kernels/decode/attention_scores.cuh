@@ -81,19 +81,17 @@ __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], c
     constexpr int OWN = Block<T, STEPS>::PART_STEPS;
     const T* queries = block.queries + block.row_tile * ROWS * block.QUERY_STRIDE + block.PART * PART;
     const unsigned query_row = shared_address(queries) + lane_place(block.QUERY_STRIDE * sizeof(T));
-    unsigned key_row[COUNT];
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
-        const int key = BLOCK * n + threadIdx.x % 16, of_new = APART ? PART * block.STRIDE : 0;  // of one token
-        const CacheElement<T>* row = key == place ? block.new_keys + of_new : keys + key * block.STRIDE;
-        key_row[n] = shared_address(row) + threadIdx.x % 32 / 16 * 16;
-    }
+    const unsigned key_row = shared_address(keys) + lane_place(block.bytes(1));
+    const int new_block = place >= 0 && place % BLOCK == threadIdx.x % 16 ? place / BLOCK : -1;
+    const CacheElement<T>* new_key = block.new_keys + (APART ? PART * block.STRIDE : 0);  // of one token
+    const unsigned new_row = shared_address(new_key) + threadIdx.x % 32 / 16 * 16;
     constexpr int PLACES = INT8 ? 1 : 2;  // of matrices, where those of bytes are free once they are operands
     unsigned query[2][4], key[PLACES][COUNT][4];
     auto load_key = [&](int k, int n) {
         const int turn = k / BLOCKS_AT_ONCE;
         if (k % BLOCKS_AT_ONCE == 0 && k < OWN)
-            load_matrices(key[turn % PLACES][n], key_row[n] + block_place<OWN>(turn));
+            load_matrices(key[turn % PLACES][n],
+                          (n == new_block ? new_row : key_row + block.bytes(BLOCK * n)) + block_place<OWN>(turn));
     };
     auto load = [&](int k, bool loads_keys) {
         load_matrices(query[k % 2], query_row + 32 * k);
