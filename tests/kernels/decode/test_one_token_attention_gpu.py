@@ -3,8 +3,8 @@ no bit of either depends on how blocks share the work."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,43 +19,39 @@ from edgellm.kernels.quantization.rows import quantize_rows
 
 pytestmark = pytest.mark.gpu
 
-#: Splits, slots, stages, and whether splits are a cluster.
+#: Splits, slots, row tiles, stages, and whether splits are a cluster; with warps of a tile, and rows in turn.
 SHARES = (
-    *((1, 1, 1, False), (1, 4, 3, False), (2, 2, 2, True), (8, 2, 1, True), (8, 2, 2, True), (8, 1, 3, True)),
-    *((4, 2, 1, False), (64, 1, 1, False)),
+    *((1, 1, 1, 1, False), (1, 4, 1, 3, False), (2, 2, 1, 2, True), (8, 2, 1, 1, True), (8, 2, 1, 2, True)),
+    *((8, 1, 1, 3, True), (4, 2, 1, 1, False), (64, 1, 1, 1, False)),
 )
+GEOMETRIES = [AttentionGeometry(*each, *kind) for each in SHARES for kind in ((1, False), (4, False), (4, True))]
 #: Committed rows: around the borders of tiles, and where spans have one, two and four tiles.
 STARTS = {1: (0, 1, 15, 16, 62, 63, 64, 127, 1000, 2047, 4095, 4096, 8999), 3: ((0, 130, 8999), (63, 64, 4096))}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layer, of which each sequence has one new token."""
-
-    size: int
-    kv_heads: int = 2
-    group: int = 4
-    int8: bool = False
-    window: int = 0
-    norm: bool = False
-    sinks: bool = False
-    neighbours: bool = False
-    behind: bool = False
-    values: bool = False
-    cap: float = 0.0
-
-    def shape(self, batch: int) -> AttentionShape:
-        rows = 640 if self.window else 9_100
-        sizes = self.kv_heads * self.group, self.kv_heads, self.size, rows
-        return AttentionShape(batch, 1, *sizes, self.int8, self.window)
+#: Elements of a head, KV heads, query heads of each, whether rows are int8, the window; norms, sinks, and more.
+CASES: dict[str, tuple[tuple[int, int, int, bool, int], bool, bool, dict[str, Any]]] = {
+    "qwen3_30b": ((128, 4, 8, False, 0), True, False, {}),
+    "llama_1b": ((64, 8, 4, False, 0), False, False, {}),
+    "int8_of_64": ((64, 2, 3, True, 0), True, False, {"neighbours": True}),
+    "int8_of_128": ((128, 2, 16, True, 0), False, True, {}),
+    "gpt_oss": ((64, 2, 8, False, 128), False, True, {}),
+    "int8_in_a_window": ((128, 2, 4, True, 300), True, False, {"norms_behind": True}),
+    "cap": ((128, 2, 9, False, 0), False, False, {"cap": 30.0}),
+    "cap_of_64": ((64, 2, 4, True, 64), False, False, {"cap": 5.0}),
+    "heads_of_80": ((80, 2, 5, False, 0), True, False, {}),
+    "gemma": ((256, 1, 4, False, 512), True, False, {"values_normed": True}),
+    "int8_of_256": ((256, 1, 8, True, 0), True, False, {}),
+    "heads_of_512": ((512, 1, 8, False, 0), True, False, {"values_normed": True}),
+    "int8_of_512": ((512, 1, 8, True, 0), True, False, {}),
+}
 
 
 class Layer:
     """Its arrays on the device, and launches of kernels and geometries on them; `general` takes a mask."""
 
-    def __init__(self, gpu, case: Case, batch: int, dtype: str) -> None:
-        self.gpu, self.shape, random = gpu, case.shape(batch), np.random.default_rng(case.size + batch)
-        shape, heads = self.shape, self.shape.heads
+    def __init__(self, gpu, name: str, batch: int, dtype: str) -> None:
+        (size, kv_heads, group, int8, window), norms, sinks, ways = CASES[name]
+        self.gpu, random, heads, rows = gpu, np.random.default_rng(batch), kv_heads * group, 640 if window else 9_100
+        self.shape = AttentionShape(batch, 1, heads, kv_heads, size, rows, int8, window)
 
         def normal(*sizes: int) -> np.ndarray:
             return random.standard_normal(sizes, np.float32)
@@ -65,27 +61,24 @@ class Layer:
 
         self.before = []
         for _ in "kv":
-            rows = normal(batch, shape.kv_heads, shape.kv_rows, case.size)
-            self.before += quantize_rows(rows) if case.int8 else [to_bits(rows, dtype)]
+            values = normal(batch, kv_heads, rows, size)
+            self.before += quantize_rows(values) if int8 else [to_bits(values, dtype)]
         self.caches = [device_copy(gpu, each) for each in self.before]
         self.starts = device_copy(gpu, np.zeros(batch, np.int32))
-        self.mask = device_copy(gpu, np.zeros((batch, 1, 1, shape.kv_rows), bool))
-        self.qkv = device_copy(gpu, normal(batch, (heads + 2 * shape.kv_heads) * case.size))
-        self.nothing = to_bits(np.full((batch, heads * case.size), np.nan, np.float32), dtype)
-        self.context = device_copy(gpu, self.nothing)
-        angles = random.uniform(0, 6, (batch, 1, case.size // 2)).astype(np.float32)
-        self.turns = copy(np.concatenate((np.cos(angles), np.sin(angles)), axis=-1))
-        norms = [copy(1 + normal(case.size) / 4) if case.norm else None for _ in "qk"]
-        sinks = copy(normal(heads)) if case.sinks else None
-        ways = 0, case.neighbours, case.behind, case.cap, case.values
-        self.weights = AttentionWeights(*norms, 1e-6, 0.0, case.size**-0.5, True, None, sinks, *ways)
-        partials = gpu.zeros((batch * heads * shape.spans * shape.state,), "float32")
-        self.scratch = AttentionScratch(partials, gpu.zeros((attention_counters(shape),), "uint32"))
+        self.mask = device_copy(gpu, np.zeros((batch, 1, 1, rows), bool))
+        self.qkv = device_copy(gpu, normal(batch, (heads + 2 * kv_heads) * size))
+        self.nothing = to_bits(np.full((batch, heads * size), np.nan, np.float32), dtype)
+        self.context, self.turns = device_copy(gpu, self.nothing), copy(np.sin(normal(batch, 1, size)))
+        own = [copy(1 + normal(size) / 4) if norms else None for _ in "qk"]
+        weights = AttentionWeights(*own, 1e-6, 0.0, size**-0.5, sinks=copy(normal(heads)) if sinks else None)
+        self.weights = weights._replace(**ways)
+        partial = gpu.zeros((batch * heads * self.shape.spans * self.shape.state,), "float32")
+        self.scratch = AttentionScratch(partial, gpu.zeros((attention_counters(self.shape),), "uint32"))
 
     def launch(self, general: bool, geometry: AttentionGeometry | None) -> Launch:
         caches = self.caches[::2] + self.caches[1::2] if self.shape.int8 else [*self.caches, None, None]
-        mask, scales = self.mask if general else None, (*caches[2:], self.shape.window or None)
-        step = AttentionStep(self.turns, self.starts, mask, *caches[:2], False, *scales)
+        rows = *caches[:2], False, *caches[2:], self.shape.window or None
+        step = AttentionStep(self.turns, self.starts, self.mask if general else None, *rows)
         given = self.qkv, self.weights, step, self.scratch, self.context
         return attention_launch(self.gpu.kernel_module, *given, geometry)
 
@@ -101,35 +94,13 @@ class Layer:
         return [self.gpu.download(array).view(np.uint8) for array in arrays]
 
 
-CASES = {
-    "qwen3_30b": Case(128, 4, 8, norm=True),
-    "llama_1b": Case(64, 8, 4),
-    "int8_of_64": Case(64, 2, 3, int8=True, norm=True),
-    "int8_of_128": Case(128, 2, 16, int8=True),
-    "gpt_oss": Case(64, 2, 8, window=128, sinks=True),
-    "sinks": Case(128, 1, 1, sinks=True, int8=True),
-    "int8_in_a_window": Case(128, 2, 4, int8=True, window=300),
-    "window": Case(128, window=64, norm=True, behind=True),
-    "cap": Case(128, 2, 9, cap=30.0),
-    "cap_of_64": Case(64, cap=5.0, int8=True, neighbours=True),
-    "heads_of_80": Case(80, 2, 5, norm=True),
-    "heads_of_24": Case(24, 1, 12),
-    "gemma": Case(256, 1, 4, norm=True, window=512, values=True),
-    "int8_of_256": Case(256, 1, 8, int8=True, norm=True),
-    "heads_of_512": Case(512, 1, 8, norm=True, values=True),
-    "int8_of_512": Case(512, 1, 8, int8=True, norm=True),
-}
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_one_token_has_the_same_bits_in_every_kernel_and_geometry(gpu, name: str, dtype: str) -> None:
-    case, module = CASES[name], gpu.kernel_module
-    kinds = ((1, False), (4, False), (4, True))
-    every = [AttentionGeometry(*share[:2], 1, *share[2:], *kind) for share, kind in product(SHARES, kinds)]
+    module = gpu.kernel_module
     for batch, all_starts in STARTS.items():
-        layer = Layer(gpu, case, batch, dtype)
-        fitting = [each for each in every if each.fits(layer.shape, module.shared_limit)]
+        layer = Layer(gpu, name, batch, dtype)
+        fitting = [each for each in GEOMETRIES if each.fits(layer.shape, module.shared_limit)]
         geometries = [None, *(each for each in fitting if module.has_clusters or not each.in_cluster)]
         labels = list(product((True, False), geometries))
         with module.side_by_side():  # then all are made again, of kernels that are loaded
@@ -145,4 +116,4 @@ def test_one_token_has_the_same_bits_in_every_kernel_and_geometry(gpu, name: str
                 for one, other in zip(found, expected, strict=True):
                     np.testing.assert_array_equal(one, other, err_msg=f"{label} behind {starts}")
         tiles = {geometry.tile_warps for geometry in geometries if geometry is not None}
-        assert tiles >= ({4} if case.size > 256 else {1, 4})
+        assert tiles >= ({4} if layer.shape.parts > 1 else {1, 4})
