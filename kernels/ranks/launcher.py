@@ -4,8 +4,9 @@ waits for those of the others (sum.cu); what else they give each other is copied
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
@@ -48,7 +49,7 @@ def ranks_source(dtype: str) -> ModuleSource:
         "HOST_FEW_BLOCKS": _FEW_BLOCKS,
         "HOST_RANKS_BYTES": ctypes.sizeof(RanksArgument),
     }
-    expressions = tuple(_sum_of(dtype, turns) for turns in (0, 1, _DEPTH))
+    expressions = *(_sum_of(dtype, turns) for turns in (0, 1, _DEPTH)), f"ranks::sum_gathered<{CUDA_TYPES[dtype]}>"
     return ModuleSource(f"ranks_{dtype}", ("ranks/sum.cu",), expressions, (*macros.items(),))
 
 
@@ -80,18 +81,36 @@ class ArrayCopy:
         """It does not."""
 
 
+class GatheredSum(NamedTuple):
+    """A rank's part of a sum of which NCCL gathers a piece after the other. Each has three `stages`: what counts that
+    the rank has come, the gather, which all ranks begin as one, and what adds."""
+
+    stages: Sequence[Callable[[], None]]
+
+    def overlap_previous(self) -> None:
+        """What counts may start before its predecessor has ended."""
+        self.stages[0].overlap_previous()  # type: ignore[attr-defined]
+
+
 class CudaRank:
     """What one rank launches. Methods are those of `NumpyRank`."""
 
-    def __init__(self, module: KernelModule, dtype: str, argument: RanksArgument) -> None:
-        """`argument` says where the memory of all ranks is; it must stay there."""
-        self._module, self._dtype, self._argument = module, dtype, argument
+    def __init__(
+        self,
+        module: KernelModule,
+        dtype: str,
+        argument: RanksArgument,
+        gather: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`argument` says where the memory of all ranks is; it must stay there. `gather`: enqueues, within a group of
+        all ranks, that floats at an address, so many, are gathered in the rank's inbox (None: ranks write there)."""
+        self._module, self._dtype, self._argument, self._gather = module, dtype, argument, gather
         self._source = ranks_source(dtype)
         module.load(self._source)
 
     def sum(
         self, values: DeviceArray, output: DeviceArray, residual: DeviceArray | None = None, scale: float = 1.0
-    ) -> Launch:
+    ) -> Launch | GatheredSum:
         """See `NumpyRank.sum`; a multiple of 4 elements."""
         before = values if residual is None else residual
         is_float = values.dtype == output.dtype == "float32" and before.dtype in ("float32", self._dtype)
@@ -101,6 +120,8 @@ class CudaRank:
                 f"{output.dtype} {list(output.shape)}; expected float32 of one size, a multiple of 4"
             )
         pieces = values.size // 4
+        if self._gather is not None:
+            return self._gathered(values, output, residual, scale)
         most = self._argument.blocks
         turns = 1 if pieces <= most * _THREADS else _DEPTH
         blocks = min(most, -(-pieces // (turns * _THREADS)))
@@ -108,6 +129,30 @@ class CudaRank:
         numbers = ctypes.c_int(before.dtype == "float32"), ctypes.c_float(scale), ctypes.c_longlong(pieces)
         kernel = Kernel(self._source, _sum_of(self._dtype, 0 if pieces <= _FEW_BLOCKS * _THREADS else turns))
         return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, (self._argument, *pointers, *numbers))
+
+    def _gathered(
+        self, values: DeviceArray, output: DeviceArray, residual: DeviceArray | None, scale: float
+    ) -> GatheredSum:
+        """As many elements at once as an inbox has place for."""
+        assert self._gather is not None
+        adds, stages = (
+            Kernel(self._source, f"ranks::sum_gathered<{CUDA_TYPES[self._dtype]}>"),
+            list[Callable[[], None]](),
+        )
+        is_float = residual is None or residual.dtype == "float32"
+        for first in range(0, values.size, INBOX_BYTES // 4):
+            count = min(values.size - first, INBOX_BYTES // 4)
+            places = [output.pointer + 4 * first]
+            places += [0 if residual is None else residual.pointer + ITEM_SIZES[residual.dtype] * first]
+            numbers = ctypes.c_int(is_float), ctypes.c_float(scale), ctypes.c_longlong(count // 4)
+            arguments = self._argument, *map(ctypes.c_void_p, places), *numbers
+            blocks = min(_MOST_BLOCKS, -(-count // (4 * _THREADS)))
+            stages += [
+                Launch(self._module, Kernel(self._source, "begun"), (1, 1, 1), 32, 0, (self._argument,)),
+                partial(self._gather, values.pointer + 4 * first, count),
+                Launch(self._module, adds, (blocks, 1, 1), _THREADS, 0, arguments),
+            ]
+        return GatheredSum(stages)
 
     def columns(self, values: DeviceArray, widths: Sequence[int], output: DeviceArray) -> ArrayCopy:
         """See `NumpyRank.columns`."""

@@ -79,11 +79,12 @@ def opened_ranks(gpus: Sequence[int], dtype: str = "float16", wait_seconds: floa
             devices.insert(0, CudaDevice(index))
             opened.callback(devices[0].close)
         memory, kernels = RankMemory(devices, wait_seconds), []
-        for device, argument in zip(devices, memory.arguments, strict=True):
+        opened.callback(memory.close)
+        for rank, device in enumerate(devices):
             with device.current():
                 module = KernelModule(device.gpu, device.stream)
                 opened.callback(_close, device, module)
-                kernels.append(CudaRank(module, dtype, argument))
+                kernels.append(memory.kernels(rank, module, dtype))
         yield Ranks(devices, memory, kernels, RankStreams(devices, memory, kernels[0].joined()))
 
 

@@ -1,0 +1,107 @@
+"""NCCL between ranks on GPUs that do not reach each other's memory, and what watches that nobody waits in vain."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.errors import EngineError
+from edgellm.engines.model.memory_plan import MEBIBYTE
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.ranks.launcher import INBOX_BYTES
+from edgellm.kernels.ranks.nccl import Communicators
+
+logger = logging.getLogger("edgellm.cuda")
+
+
+class NcclRanks:
+    """Gathers into the inboxes of ranks, each on a GPU of its own: `gathers` are those of `CudaRank`, for each rank.
+
+    What NCCL allocates (`nbytes` on each GPU) is in use from then on, before a model's memory is planned.
+    """
+
+    def __init__(self, devices: Sequence[CudaDevice], inboxes: Sequence[DeviceArray], seconds: float) -> None:
+        """Raises MissingDependencyError without NCCL, EngineError where nothing comes in so many seconds, KernelError
+        with what else it says."""
+        self._devices, self._seconds = devices, seconds
+        before = self._free()
+        self.communicators = Communicators([device.gpu.index for device in devices])
+        self.gathers: list[Callable[[int, int], None]] = [
+            partial(self.communicators.gather, rank, inbox.pointer, device.stream.handle)
+            for rank, (device, inbox) in enumerate(zip(devices, inboxes, strict=True))
+        ]
+        for count in (4, 1 << 16, INBOX_BYTES // 4):  # what it makes at the first of a size is not made in a capture
+            with self.communicators.group():
+                for rank, (gather, inbox) in enumerate(zip(self.gathers, inboxes, strict=True)):
+                    gather(inbox.pointer + 4 * count * rank, count)
+        self._await_first()
+        self.nbytes = [max(0, old - new) for old, new in zip(before, self._free(), strict=True)]
+        logger.info("GPUs add by %s, which takes %.0f MiB", self._library(), max(self.nbytes) / MEBIBYTE)
+        self._closed, self._watching = threading.Event(), threading.Thread()
+
+    def _library(self) -> str:
+        return f"NCCL {self.communicators.library.version} ({self.communicators.library.path})"
+
+    def _free(self) -> list[int]:
+        found = []
+        for device in self._devices:
+            with device.current():
+                found.append(device.free_memory()[0])
+        return found
+
+    def _await_first(self) -> None:
+        end = time.monotonic() + self._seconds
+        while not all(device.stream.is_done() for device in self._devices):
+            if time.monotonic() > end:
+                threading.Thread(target=self.communicators.abort, name="edgellm-nccl", daemon=True).start()
+                raise EngineError(
+                    f"{self._library()} brought nothing from GPU to GPU in {self._seconds:g} s: NCCL_DEBUG=INFO shows "
+                    "what it tries; with NCCL_P2P_DISABLE=1 it goes through the host's memory"
+                )
+            time.sleep(0.001)
+
+    def watch(
+        self, progress: np.ndarray, fail: Callable[[int, Exception], object], missed: Callable[[int, int], None]
+    ) -> None:
+        """From now on look, in a thread, at `progress` [ranks, 2] uint32: sums that each has begun and ended. Where a
+        rank has failed, or another waits for it for too long (`missed`), that is told, and all that waits is ended."""
+        watching = partial(self._watch, progress, fail, missed)
+        self._watching = threading.Thread(target=watching, name="edgellm-nccl-watch", daemon=True)
+        self._watching.start()
+
+    def _watch(self, progress: np.ndarray, fail: Callable[..., object], missed: Callable[..., None]) -> None:
+        seen, since = progress.copy(), time.monotonic()
+        while not self._closed.wait(min(1.0, self._seconds / 8)):
+            now = progress.copy()
+            if (failed := self.communicators.failure()) is not None:
+                fail(failed[0], EngineError(failed[1]))
+            elif (now[:, 0] == now[:, 1]).all() or not np.array_equal(now, seen):
+                seen, since = now, time.monotonic()
+                continue
+            elif time.monotonic() - since < self._seconds:
+                continue
+            else:
+                missed(*late_and_waiting(now))
+            self.communicators.abort()
+            return
+
+    def close(self) -> None:
+        """End the communicators. What was captured with them should be gone; else they go with it, later."""
+        self._closed.set()
+        if self._watching.ident is not None:
+            self._watching.join(5.0)
+        self.communicators.close()
+
+
+def late_and_waiting(progress: np.ndarray) -> tuple[int, int]:
+    """Of [ranks, 2] uint32 sums begun and ended the rank that is behind, and the first other one that waits."""
+    behind = (progress - progress[0]).view(np.int32)  # they count on beyond 2 ** 32
+    late = min(range(len(progress)), key=lambda rank: tuple(behind[rank]))
+    waits = (rank for rank, (begun, ended) in enumerate(progress) if begun != ended and rank != late)
+    return late, next(waits, late)
