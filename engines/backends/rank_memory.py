@@ -19,6 +19,7 @@ from edgellm.engines.backends.rank_nccl import NcclRanks
 from edgellm.engines.errors import DeviceLostError
 from edgellm.engines.model.sharding import Range
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.gpu import reaches
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, CudaRank, RanksArgument, blocks_at_once
 
@@ -42,7 +43,7 @@ class RankMemory:
         self._devices, self._seconds = devices, wait_seconds
         self._failure: str | None = None
         asked = os.environ.get(BY_NCCL) == "1"
-        reaches = not asked and all(_reaches(one, other) for one, other in permutations(devices, 2))
+        together = not asked and all(_use_memory(one, other) for one, other in permutations(devices, 2))
         self._missed = devices[0].host_visible((count, 2), "uint32")
         self._arrays = [self._of_rank(device, count) for device in devices]
         for device in devices:
@@ -50,7 +51,7 @@ class RankMemory:
                 device.synchronize()
         #: What kernels of each rank take.
         self.arguments = [self._argument(rank) for rank in range(count)]
-        self.nccl = None if reaches else NcclRanks(devices, [inbox for inbox, *_ in self._arrays], wait_seconds)
+        self.nccl = None if together else NcclRanks(devices, [inbox for inbox, *_ in self._arrays], wait_seconds)
         if self.nccl is not None:
             self.nccl.watch(devices[0].seen(self._missed), self.fail, self._has_missed)
 
@@ -115,11 +116,11 @@ class RankMemory:
         return f"(GPU {self._devices[rank].gpu.index})"
 
 
-def _reaches(one: CudaDevice, other: CudaDevice) -> bool:
+def _use_memory(one: CudaDevice, other: CudaDevice) -> bool:
     """Whether kernels of one device may use the other's memory, which is made possible."""
     if one.gpu.index == other.gpu.index:
         return True
-    if not can_reach(one.gpu.index, other.gpu.index):
+    if not reaches(one.gpu.index, other.gpu.index):
         return False
     from cuda.bindings import driver
 
@@ -128,15 +129,6 @@ def _reaches(one: CudaDevice, other: CudaDevice) -> bool:
     with one.current():
         (enabled,) = driver.cuCtxEnablePeerAccess(context, 0)
     return enabled in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
-
-
-def can_reach(one: int, other: int) -> bool:
-    """Whether kernels of a GPU could use the memory of another; the driver has been initialized."""
-    from cuda.bindings import driver
-
-    (_, own), (_, peer) = (driver.cuDeviceGet(index) for index in (one, other))
-    status, can = driver.cuDeviceCanAccessPeer(own, peer)
-    return status == driver.CUresult.CUDA_SUCCESS and bool(can)
 
 
 class RankStreams:

@@ -19,6 +19,9 @@ from edgellm.kernels.ranks.nccl import Communicators
 
 logger = logging.getLogger("edgellm.cuda")
 
+#: What the first gathers may take, for which NCCL makes what it needs.
+_FIRST_SECONDS = 30.0
+
 
 class NcclRanks:
     """Gathers into the inboxes of ranks, each on a GPU of its own: `gathers` are those of `CudaRank`, for each rank.
@@ -27,8 +30,8 @@ class NcclRanks:
     """
 
     def __init__(self, devices: Sequence[CudaDevice], inboxes: Sequence[DeviceArray], seconds: float) -> None:
-        """Raises MissingDependencyError without NCCL, EngineError where nothing comes in so many seconds, KernelError
-        with what else it says."""
+        """A rank may wait so many `seconds` for another. Raises MissingDependencyError without NCCL, EngineError where
+        it brings nothing, KernelError with what else it says."""
         self._devices, self._seconds = devices, seconds
         before = self._free()
         self.communicators = Communicators([device.gpu.index for device in devices])
@@ -42,10 +45,10 @@ class NcclRanks:
                     gather(inbox.pointer + 4 * count * rank, count)
         self._await_first()
         self.nbytes = [max(0, old - new) for old, new in zip(before, self._free(), strict=True)]
-        logger.info("GPUs add by %s, which takes %.0f MiB", self._library(), max(self.nbytes) / MEBIBYTE)
+        logger.info("GPUs add by %s, which takes %.0f MiB", self, max(self.nbytes) / MEBIBYTE)
         self._closed, self._watching = threading.Event(), threading.Thread()
 
-    def _library(self) -> str:
+    def __str__(self) -> str:
         return f"NCCL {self.communicators.library.version} ({self.communicators.library.path})"
 
     def _free(self) -> list[int]:
@@ -56,12 +59,12 @@ class NcclRanks:
         return found
 
     def _await_first(self) -> None:
-        end = time.monotonic() + self._seconds
+        end = time.monotonic() + _FIRST_SECONDS
         while not all(device.stream.is_done() for device in self._devices):
             if time.monotonic() > end:
                 threading.Thread(target=self.communicators.abort, name="edgellm-nccl", daemon=True).start()
                 raise EngineError(
-                    f"{self._library()} brought nothing from GPU to GPU in {self._seconds:g} s: NCCL_DEBUG=INFO shows "
+                    f"{self} brought nothing from GPU to GPU in {_FIRST_SECONDS:g} s: NCCL_DEBUG=INFO shows "
                     "what it tries; with NCCL_P2P_DISABLE=1 it goes through the host's memory"
                 )
             time.sleep(0.001)

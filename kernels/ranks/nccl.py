@@ -118,7 +118,7 @@ class Communicators:
         they have ended."""
         with self._lock:
             if not self._held:
-                raise KernelError("the communicators of NCCL were ended")
+                raise KernelError("the communicators of NCCL have ended")
             self.library.call("ncclGroupStart")
             try:
                 yield

@@ -1,0 +1,267 @@
+"""Where NCCL is found, what of it is called, and what watches those that wait: on a library that stands in for it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.testing
+import pytest
+from absent_gpu import Module
+from decoy_nccl import build_decoy
+
+from edgellm.engines.backends import rank_nccl
+from edgellm.engines.backends.rank_memory import RankMemory, RankStreams
+from edgellm.engines.backends.rank_nccl import NcclRanks, late_and_waiting
+from edgellm.errors import DeviceLostError, MissingDependencyError
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.nvrtc import wheel_folders
+from edgellm.kernels.ranks import nccl
+from edgellm.kernels.ranks.launcher import INBOX_BYTES, CudaRank, GatheredSum, RanksArgument
+from edgellm.kernels.ranks.nccl import CALLS, OLDEST, Communicators, NcclLibrary
+
+EXTRA, OF_TORCH = Path("site", "nvidia", "nccl", "lib"), Path("other", "torch", "lib")
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that has the two from which modules are imported."""
+    others = [each for each in sys.path if not any((Path(each) / name).is_dir() for name in ("nvidia/nccl", "torch"))]
+    monkeypatch.setattr(sys, "path", [*(str(tmp_path / name) for name in ("site", "other")), *others])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def decoy(places: Path) -> Iterator[ctypes.CDLL]:
+    yield ctypes.CDLL(str(build_decoy(places / EXTRA)))
+
+
+def test_the_extra_is_found_before_that_of_torch_and_both_before_the_systems(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_system = build_decoy(places / "system", 22000)
+    monkeypatch.setattr(nccl, "_NAME", str(of_system))
+    assert (NcclLibrary().version, NcclLibrary().path) == ("2.20.0", str(of_system))
+    monkeypatch.setattr(nccl, "_NAME", "libnccl.so.2")
+    of_torch = build_decoy(places / OF_TORCH, 22809)
+    (of_torch.parent.parent / "__init__.py").write_text("raise AssertionError('torch is not imported')")
+    importlib.invalidate_caches()
+    assert (NcclLibrary().version, NcclLibrary().path) == ("2.28.9", str(of_torch))
+    wheel = build_decoy(places / EXTRA)
+    assert (NcclLibrary().version, NcclLibrary().path) == ("2.30.5", str(wheel))
+
+
+def test_what_is_none_is_refused_by_name(places: Path) -> None:
+    """And nothing else is taken in its place."""
+    build_decoy(places / OF_TORCH)
+    (places / EXTRA).mkdir(parents=True)
+    (places / EXTRA / "libnccl.so.2").write_text("a pointer to a large file")
+    with pytest.raises(MissingDependencyError, match=rf"{places / EXTRA}/libnccl.so.2 does not load as NCCL \(.*anew"):
+        NcclLibrary()
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ((23005, "ncclAllGather"), r"does not load as NCCL \(.*ncclAllGather"),
+        ((OLDEST - 1,), "lib/libnccl.so.2 is NCCL 2.17.99; expected 2.18.0 or later"),
+    ],
+)
+def test_a_library_without_a_call_or_too_old_is_refused(places: Path, made: tuple[Any, ...], said: str) -> None:
+    build_decoy(places / EXTRA, *made)
+    with pytest.raises(MissingDependencyError, match=said):
+        NcclLibrary()
+
+
+def test_none_is_an_error_that_says_what_was_looked_for(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_NAME", "libno_nccl.so.2")
+    with pytest.raises(MissingDependencyError) as refused:
+        NcclLibrary()
+    said = str(refused.value)
+    for words in (
+        "do not reach each other's memory",
+        "nvidia-nccl-cu13",
+        "PyTorch",
+        "system's loader",
+        "edgellm[nccl]",
+    ):
+        assert words in said
+
+
+def test_calls_are_those_of_the_wheels_header() -> None:
+    found = [path for folder in wheel_folders() if (path := folder / "nccl" / "include" / "nccl.h").is_file()]
+    if not found:
+        pytest.skip("no wheel of NCCL is installed")
+    header = re.sub(r"/\*.*?\*/", "", found[0].read_text(), flags=re.DOTALL)
+    numbers = {"int": ctypes.c_int, "size_t": ctypes.c_size_t} | dict.fromkeys(
+        ("ncclDataType_t", "ncclResult_t"), ctypes.c_int
+    )
+    pointers = {"int*": ctypes.POINTER(ctypes.c_int), "ncclResult_t*": ctypes.POINTER(ctypes.c_int)}
+    known = numbers | pointers | dict.fromkeys(("void*", "ncclComm_t", "cudaStream_t"), ctypes.c_void_p)
+    known |= {"ncclComm_t*": ctypes.POINTER(ctypes.c_void_p)}
+    for name, arguments in CALLS.items():
+        match = re.search(rf"^\s*(ncclResult_t|const char\*)\s+{name}\(([^;]*)\);", header, re.MULTILINE)
+        assert match is not None, name
+        given = [each for each in match[2].replace("const ", "").split(",") if each.strip()]
+        types = [re.sub(r"\s*\b\w+$", "", each.strip()).replace(" ", "") for each in given]
+        assert [known[each] for each in types] == list(arguments), name
+    for name, value in {"ncclSuccess": 0, "ncclInProgress": 7, "ncclFloat32": 7}.items():
+        assert re.search(rf"\b{name}\s*=\s*{value}\b", header)
+    library = NcclLibrary()  # needs no GPU
+    assert Path(library.path).is_relative_to(found[0].parent.parent)
+
+
+def test_ranks_gather_in_a_group_and_errors_have_its_words(decoy: ctypes.CDLL) -> None:
+    with pytest.raises(KernelError, match="ncclCommInitAll of NCCL failed: invalid usage: GPU 4 twice"):
+        Communicators([4, 4])
+    ranks = Communicators([0, 1])
+    with pytest.raises(KernelError, match="ncclAllGather of NCCL failed: invalid usage"):
+        ranks.gather(0, 0, 0, 0, 1)
+    assert ranks.failure() is None
+    decoy.decoy_fail(1)
+    assert ranks.failure() == (1, "internal error: a link is down")
+    ranks.close()
+    assert decoy.decoy_destroyed() == 2
+    with pytest.raises(KernelError, match="the communicators of NCCL have ended"), ranks.group():
+        pass
+    ranks.abort()
+    assert decoy.decoy_aborted() == 0 and ranks.failure() is None
+
+
+class Device:
+    """Of a GPU that is not there, with memory of the host."""
+
+    def __init__(self, index: int) -> None:
+        self.gpu = SimpleNamespace(index=index)
+        self.stream = SimpleNamespace(handle=0, is_done=lambda: True, wait_for_event=lambda event: None)
+        self.current, self.free_memory = nullcontext, lambda: (0, 0)
+
+
+class Sums:
+    """Ranks on such devices, whose progress and values are here."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch, seconds: float = 30.0) -> None:
+        monkeypatch.setattr(RankStreams, "_event", lambda streams, device: SimpleNamespace(record=lambda stream: None))
+        devices: Any = [Device(index) for index in range(count)]
+        self.inboxes = [np.zeros(count * INBOX_BYTES // 4, np.float32) for _ in range(count)]
+        places: Any = [DeviceArray(inbox.ctypes.data, inbox.shape, "float32") for inbox in self.inboxes]
+        self.progress = np.zeros((count, 2), np.uint32)
+        self.memory = object.__new__(RankMemory)
+        self.memory._devices, self.memory._failure, self.memory._seconds = devices, None, seconds
+        self.nccl = self.memory.nccl = NcclRanks(devices, places, seconds)
+        self.nccl.watch(self.progress, self.memory.fail, self.memory._has_missed)
+        self.streams = RankStreams(devices, self.memory, lambda: None)
+
+    def launches(self, rank: int, values: np.ndarray, output: np.ndarray, piece: int) -> GatheredSum:
+        stages: list[Any] = []
+        for first in range(0, values.size, piece):
+            own = values[first : first + piece]
+            add = partial(self._add, rank, output[first : first + piece])
+            gather = partial(self.nccl.gathers[rank], own.ctypes.data, own.size)
+            stages += [partial(self._count, rank, 0), gather, add]
+        return GatheredSum(stages)
+
+    def _count(self, rank: int, which: int) -> None:
+        self.progress[rank, which] += 1
+
+    def _add(self, rank: int, output: np.ndarray) -> None:
+        parts = self.inboxes[rank][: len(self.inboxes) * output.size].reshape(-1, output.size)
+        output[...] = parts[0]
+        for part in parts[1:]:
+            output += part
+        self._count(rank, 1)
+
+
+@pytest.mark.usefixtures("decoy")
+def test_ranks_begin_each_gather_as_one_and_add_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands between sums, and however much: a sum takes what the one before it has made."""
+    sums, random = Sums(3, monkeypatch), np.random.default_rng(1)
+    values = [(random.standard_normal(96) * 10.0 ** random.integers(-3, 4, 96)).astype(np.float32) for _ in range(3)]
+    outputs = [np.zeros(96, np.float32) for _ in range(3)]
+    expected = values[0] + values[1] + values[2]
+
+    def own(rank: int) -> list[Any]:
+        first = sums.launches(rank, values[rank], outputs[rank], 40)
+        second = sums.launches(rank, outputs[rank], outputs[rank], 96)
+        return [*[lambda: None] * (20 * rank), first, second, lambda: None]
+
+    sums.streams.run([own(rank) for rank in range(3)])
+    for output in outputs:
+        np.testing.assert_array_equal(output, expected + expected + expected)
+    assert (sums.progress == 4).all()
+    sums.memory.close()
+
+
+def test_a_rank_for_which_others_wait_is_named_and_they_are_ended(
+    decoy: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = Sums(3, monkeypatch, seconds=0.2)
+    sums.progress[:] = [[5, 4], [4, 4], [5, 4]]
+    deadline = time.monotonic() + 10
+    while decoy.decoy_aborted() < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert decoy.decoy_aborted() == 3
+    with pytest.raises(DeviceLostError, match=r"rank 1 of 3 \(GPU 1\) has failed: rank 0 waited 0.2 s for what it"):
+        sums.streams.run([[], [], []])
+    sums.memory.close()
+
+
+def test_what_nccl_reports_of_a_rank_ends_the_model_at_once(
+    decoy: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_nccl, "min", lambda *seconds: 0.01, raising=False)
+    sums = Sums(2, monkeypatch)
+    decoy.decoy_fail(1)
+    sums.nccl._watching.join(10)
+    with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(GPU 1\) failed: internal error: a link is down"):
+        sums.memory.check()
+    sums.memory.close()
+    assert (decoy.decoy_aborted(), decoy.decoy_destroyed()) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("progress", "expected"),
+    [
+        ([[5, 4], [5, 4], [4, 4]], (2, 0)),
+        ([[2, 1], [2**32 - 1, 2**32 - 1]], (1, 0)),
+        ([[2**32 - 1, 2**32 - 1], [0, 2**32 - 1]], (0, 1)),
+        ([[7, 7], [7, 6]], (1, 1)),
+    ],
+)
+def test_who_is_behind(progress: list[list[int]], expected: tuple[int, int]) -> None:
+    assert late_and_waiting(np.array(progress, np.uint32)) == expected
+
+
+def test_a_sum_has_pieces_that_inboxes_have_place_for() -> None:
+    """Of a residual in two bytes or four."""
+    whole, gathered = INBOX_BYTES // 4, list[tuple[int, int]]()
+    rank = CudaRank(
+        Module(), "float16", RanksArgument(own=0, count=2, blocks=256), lambda *given: gathered.append(given)
+    )
+    size = 2 * whole + 8
+    values, output = (DeviceArray(place << 30, (size,), "float32") for place in (1, 2))
+    for dtype, width in (("float16", 2), ("float32", 4)):
+        found = rank.sum(values, output, DeviceArray(3 << 30, (size,), dtype), 0.5)
+        assert isinstance(found, GatheredSum) and len(found.stages) == 9
+        found.overlap_previous()
+        for number, floats in enumerate((whole, whole, 8)):
+            begun, gather, add = (found.stages[3 * number + stage] for stage in range(3))
+            gather()
+            assert gathered.pop() == ((1 << 30) + 4 * number * whole, floats)
+            assert (begun.name, add.name) == ("begun", "ranks::sum_gathered<__half>")
+            _, target, residual, is_float, scale, pieces = add._arguments
+            assert target.value == (2 << 30) + 4 * number * whole
+            assert residual.value == (3 << 30) + width * number * whole
+            assert (is_float.value, scale.value, pieces.value) == (width == 4, 0.5, floats // 4)
