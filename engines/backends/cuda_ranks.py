@@ -112,13 +112,13 @@ class CudaRanks(CudaBackend):
         return held[: math.prod(shape)].reshape(*shape)
 
     def brought(self, rank: int, arrays: Mapping[str, DeviceArray]) -> tuple[list[Callable[[], object]], list[Any]]:
-        """What a rank's kernels read of the first one's memory, by name: copies that bring it, and where it is then. It
-        stays where ranks use each other's memory."""
-        kernels = self._ranks[rank].rank
-        if rank == 0 or self.memory.nccl is None or kernels is None:
-            return [], [*arrays.values()]
-        own = [self.buffer(rank, name, array.shape, array.dtype) for name, array in arrays.items()]
-        return [kernels.copy(*pair) for pair in zip(arrays.values(), own, strict=True)], own
+        """What a rank's kernels read of the first one's memory, by name: launches that bring it, and where it is then.
+        It stays where ranks use each other's memory."""
+        kernels, given = self._ranks[rank].rank, [*arrays.values()]
+        if self.memory.nccl is None or kernels is None:
+            return [], given
+        own = [self.buffer(rank, name, array.shape, array.dtype) for name, array in arrays.items()] if rank else given
+        return kernels.bring(given, own), own
 
     def read(self, array: DeviceArray) -> DeviceReadback:
         """See `Backend.read`; a rank that has failed is an error when it is waited for."""
@@ -313,11 +313,11 @@ class RankedKernelEngine(Engine):
             self._launches = self._backend.each(self._prepared)
 
     def _prepared(self, rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
-        launches, kernels = self._engines[rank].launches(), backend.rank
-        if rank == 0 or kernels is None:
-            return [*launches]
-        copies = [kernels.copy(self._given[0][name], self._given[rank][name]) for name in self._inputs]
-        return [*copies, kernels.joined(), *launches]
+        kernels = backend.rank
+        assert kernels is not None
+        inputs, own = ([self._given[each][name] for name in self._inputs] for each in (0, rank))
+        joined = [kernels.joined()] if rank else []
+        return [*kernels.bring(inputs, own), *joined, *self._engines[rank].launches()]
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
         """Enqueues as `enqueue` does, behind what any layer waits for."""

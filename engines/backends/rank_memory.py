@@ -57,11 +57,11 @@ class RankMemory:
 
     def kernels(self, rank: int, module: KernelModule, dtype: str) -> CudaRank:
         """What a rank launches."""
-        gather = None if self.nccl is None else self.nccl.gathers[rank]
-        return CudaRank(module, dtype, self.arguments[rank], gather)
+        nccl = None if self.nccl is None else self.nccl.ranks[rank]
+        return CudaRank(module, dtype, self.arguments[rank], nccl)
 
     def together(self) -> AbstractContextManager[None]:
-        """Within, all ranks begin a gather by NCCL."""
+        """Within, all ranks begin something by NCCL."""
         assert self.nccl is not None
         return self.nccl.communicators.group()
 
@@ -187,7 +187,7 @@ def _parts(launches: Sequence[Callable[[], object]]) -> list[list[Callable[[], o
     """What a rank enqueues by itself, what it begins as one with all others, and so on, one behind the other."""
     parts: list[list[Callable[[], object]]] = [[]]
     for launch in launches:
-        for number, stage in enumerate(getattr(launch, "stages", (launch,))):  # of a `GatheredSum`
+        for number, stage in enumerate(getattr(launch, "stages", (launch,))):  # of `Together`
             parts += [[], []] if number % 3 == 1 else []
             parts[-2 if number % 3 == 1 else -1].append(stage)
     return parts

@@ -15,7 +15,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.memory_plan import MEBIBYTE
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.ranks.launcher import INBOX_BYTES
-from edgellm.kernels.ranks.nccl import Communicators
+from edgellm.kernels.ranks.nccl import Communicators, NcclRank
 
 logger = logging.getLogger("edgellm.cuda")
 
@@ -24,7 +24,7 @@ _FIRST_SECONDS = 30.0
 
 
 class NcclRanks:
-    """Gathers into the inboxes of ranks, each on a GPU of its own: `gathers` are those of `CudaRank`, for each rank.
+    """Brings what ranks have from one to the other, each on a GPU of its own: `ranks` are for `CudaRank`.
 
     What NCCL allocates (`nbytes` on each GPU) is in use from then on, before a model's memory is planned.
     """
@@ -35,14 +35,15 @@ class NcclRanks:
         self._devices, self._seconds = devices, seconds
         before = self._free()
         self.communicators = Communicators([device.gpu.index for device in devices])
-        self.gathers: list[Callable[[int, int], None]] = [
-            partial(self.communicators.gather, rank, inbox.pointer, device.stream.handle)
-            for rank, (device, inbox) in enumerate(zip(devices, inboxes, strict=True))
-        ]
-        for count in (4, 1 << 16, INBOX_BYTES // 4):  # what it makes at the first of a size is not made in a capture
+        streams = [device.stream.handle for device in devices]
+        self.ranks: list[NcclRank] = [self.communicators.rank(*each) for each in enumerate(streams)]
+        for nbytes in (16, 1 << 18, INBOX_BYTES):  # what it makes at the first of a size is not made in a capture
             with self.communicators.group():
-                for rank, (gather, inbox) in enumerate(zip(self.gathers, inboxes, strict=True)):
-                    gather(inbox.pointer + 4 * count * rank, count)
+                for number, (rank, inbox) in enumerate(zip(self.ranks, inboxes, strict=True)):
+                    rank.gather(inbox.pointer + nbytes * number, inbox.pointer, nbytes)
+            with self.communicators.group():
+                for rank, inbox in zip(self.ranks, inboxes, strict=True):
+                    rank.broadcast(0, inbox.pointer, nbytes)
         self._await_first()
         self.nbytes = [max(0, old - new) for old, new in zip(before, self._free(), strict=True)]
         logger.info("GPUs add by %s, which takes %.0f MiB", self, max(self.nbytes) / MEBIBYTE)

@@ -12,15 +12,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.nvrtc import wheel_folders
 
 #: The oldest release that is taken, as `ncclGetVersion` counts.
 OLDEST = 21800
-#: Of nccl.h: results that are no error, and the type of what is gathered.
-_SUCCESS, _IN_PROGRESS, _FLOAT32 = 0, 7, 7
+#: Of nccl.h: results that are no error, and the type of what is brought.
+_SUCCESS, _IN_PROGRESS, _UINT8 = 0, 7, 1
 _NAME = "libnccl.so.2"
+_ARRAYS = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 #: Arguments of each call, all of which give a result but those of the texts.
 CALLS = {
     "ncclGetVersion": (ctypes.POINTER(ctypes.c_int),),
@@ -32,15 +34,9 @@ CALLS = {
     "ncclCommDestroy": (ctypes.c_void_p,),
     "ncclGroupStart": (),
     "ncclGroupEnd": (),
-    # from, to, elements, their type, communicator, stream
-    "ncclAllGather": (
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    ),
+    # from, to, elements, their type, of a broadcast whose they are, communicator, stream
+    "ncclAllGather": (*_ARRAYS, ctypes.c_void_p, ctypes.c_void_p),
+    "ncclBroadcast": (*_ARRAYS, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
 }
 
 
@@ -102,6 +98,22 @@ def _release(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
+class NcclRank(NamedTuple):
+    """What one rank begins, all within a group, in memory of which it takes addresses."""
+
+    library: NcclLibrary
+    communicator: int | None
+    stream: int
+
+    def gather(self, source: int, target: int, nbytes: int) -> None:
+        """`target` [ranks, nbytes] becomes what all have at `source`."""
+        self.library.call("ncclAllGather", source, target, nbytes, _UINT8, self.communicator, self.stream)
+
+    def broadcast(self, root: int, place: int, nbytes: int) -> None:
+        """So many bytes at `place` become what the rank `root` has at its own."""
+        self.library.call("ncclBroadcast", place, place, nbytes, _UINT8, root, self.communicator, self.stream)
+
+
 class Communicators:
     """One rank on each of several GPUs, all of this thread: what they begin stands in a `group`, whole."""
 
@@ -111,6 +123,10 @@ class Communicators:
         self._ranks = (ctypes.c_void_p * len(gpus))()
         self.library.call("ncclCommInitAll", self._ranks, len(gpus), (ctypes.c_int * len(gpus))(*gpus))
         self._held, self._lock = True, threading.Lock()
+
+    def rank(self, rank: int, stream: int) -> NcclRank:
+        """What a rank enqueues on a stream, of which this is the handle."""
+        return NcclRank(self.library, self._ranks[rank], stream)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -124,10 +140,6 @@ class Communicators:
                 yield
             finally:
                 self.library.call("ncclGroupEnd")
-
-    def gather(self, rank: int, target: int, stream: int, source: int, count: int) -> None:
-        """Enqueue that `target` [ranks, count] float32 becomes what all have at `source`; these are addresses."""
-        self.library.call("ncclAllGather", source, target, count, _FLOAT32, self._ranks[rank], stream)
 
     def failure(self) -> tuple[int, str] | None:
         """A rank of which NCCL has found that it failed, and how."""

@@ -113,9 +113,9 @@ class _RankOnNothing(ServingOnNothing):
 
 def ranks_on_nothing(directory: EngineDirectory, count: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The backend of so many such GPUs, which gather nothing where NCCL is asked for."""
-    nothing, gathers = lambda *arguments: None, [lambda source, floats: None] * count
+    own = SimpleNamespace(gather=_nothing, broadcast=_nothing)
     nccl = SimpleNamespace(
-        gathers=gathers, communicators=SimpleNamespace(group=nullcontext), watch=nothing, close=nothing
+        ranks=[own] * count, communicators=SimpleNamespace(group=nullcontext), watch=_nothing, close=_nothing
     )
     monkeypatch.setattr(rank_memory, "NcclRanks", lambda *arguments: nccl)
     monkeypatch.setattr(cuda_ranks, "CudaBackend", _RankOnNothing)
@@ -123,6 +123,10 @@ def ranks_on_nothing(directory: EngineDirectory, count: int, monkeypatch: pytest
     made: Any = type("RanksOnNothing", (cuda_ranks.CudaRanks, _RankOnNothing), {})
     packed = model_layouts(directory.models, directory.checkpoints, directory.dtype)
     return made(directory, packed, "auto", (0,) * count)
+
+
+def _nothing(*arguments: Any) -> None:
+    """Done."""
 
 
 def _ones(array: DeviceArray) -> np.ndarray:

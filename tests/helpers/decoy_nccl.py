@@ -1,4 +1,5 @@
-"""A library that has the calls of NCCL, and gathers in the host's memory: compiled where there is a C compiler."""
+"""A library that has the calls of NCCL, and gathers in the host's memory: compiled where there is a C compiler. And
+whether NCCL itself is there, with GPUs."""
 
 from __future__ import annotations
 
@@ -8,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.engines.backends.rank_memory import BY_NCCL
+from edgellm.errors import MissingDependencyError
+from edgellm.kernels.gpu import visible_gpus
+from edgellm.kernels.ranks.nccl import NcclLibrary
+
 _SOURCE = """
 #include <stdio.h>
 #include <string.h>
 
-struct part { const void* from; void* to; size_t bytes; };
-static struct part parts[8];
-static int given, grouped, destroyed, aborted, failed_rank = -1;
+struct part { const char* from; char* to; size_t bytes; int root; };
+static struct part parts[8][64];
+static int given[8], grouped, destroyed, aborted, failed_rank = -1;
 static char said[64];
 
 int ncclGetVersion(int* version) { *version = VERSION; return 0; }
@@ -31,19 +37,30 @@ int ncclCommInitAll(void** comms, int count, const int* devices) {
 int ncclCommGetAsyncError(void* comm, int* found) { *found = (size_t)comm == failed_rank + 1 ? 3 : 0; return 0; }
 int ncclCommAbort(void* comm) { ++aborted; return 0; }
 int ncclCommDestroy(void* comm) { ++destroyed; return 0; }
-int ncclGroupStart(void) { grouped = 1; given = 0; return 0; }
+int ncclGroupStart(void) { grouped = 1; memset(given, 0, sizeof given); return 0; }
 int ncclGroupEnd(void) {
-    for (int other = 0; other < given; ++other)
-        for (int rank = 0; rank < given; ++rank)
-            memmove((char*)parts[other].to + rank * parts[rank].bytes, parts[rank].from, parts[rank].bytes);
+    for (int rank = 0; rank < 8; ++rank)
+        for (int each = 0; each < given[rank]; ++each) {
+            struct part from = parts[rank][each];
+            for (int other = 0; other < 8 && (from.root < 0 || from.root == rank); ++other)
+                if (each < given[other])
+                    memmove(parts[other][each].to + (from.root < 0 ? rank * from.bytes : 0), from.from, from.bytes);
+        }
     grouped = 0;
     return 0;
 }
-int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm, void* stream) {
-    struct part own = {from, to, count * 4};
-    if (!grouped || type != 7) return 5;
-    parts[(size_t)comm - 1] = own, ++given;
+static int enqueue(void* comm, int type, const void* from, void* to, size_t bytes, int root) {
+    struct part own = {from, to, bytes, root};
+    int rank = (int)(size_t)comm - 1;
+    if (!grouped || type != 1) return 5;
+    parts[rank][given[rank]++] = own;
     return 0;
+}
+int ncclAllGather(const void* from, void* to, size_t bytes, int type, void* comm, void* stream) {
+    return enqueue(comm, type, from, to, bytes, -1);
+}
+int ncclBroadcast(const void* from, void* to, size_t bytes, int type, int root, void* comm, void* stream) {
+    return enqueue(comm, type, from, to, bytes, root);
 }
 int decoy_aborted(void) { return aborted; }
 int decoy_destroyed(void) { return destroyed; }
@@ -62,3 +79,14 @@ def build_decoy(folder: Path, version: int = 23005, *without: str) -> Path:
     flags = ["-shared", "-fPIC", "-w", f"-DVERSION={version}", *hidden]
     subprocess.run([compiler, *flags, "decoy.c", "-o", "libnccl.so.2"], cwd=folder, check=True)
     return folder / "libnccl.so.2"
+
+
+def ask_for_nccl(patch: pytest.MonkeyPatch) -> None:
+    """Ranks add by NCCL from now on; skips the test where it, or a second GPU, is not there."""
+    if len(visible_gpus()) < 2:
+        pytest.skip("there is one GPU")
+    try:
+        NcclLibrary()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+    patch.setenv(BY_NCCL, "1")

@@ -223,7 +223,7 @@ class HostRanks(CudaRanks):
         self._ranks += [object.__new__(CudaBackend) for _ in range(1, count)]
         for each in self._ranks:
             each.compute_dtype, each._module = "float32", Module()  # type: ignore[assignment]
-            each.rank: Any = SimpleNamespace(copy=lambda source, own: partial(np.copyto, view(own), view(source)))
+            each.rank: Any = SimpleNamespace(bring=bring)
         self.memory: Any = SimpleNamespace(nccl=by_nccl or None)
         self._buffers = {}
 
@@ -252,9 +252,13 @@ class HostRanks(CudaRanks):
 
     def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
         for own in launches:
-            assert len(own) == (1 if own is launches[0] or self.memory.nccl is None else 3)  # the path is copied
+            assert len(own) == (1 if self.memory.nccl is None else 3)  # indices and counts are brought
             for launch in own:
                 launch()
+
+
+def bring(sources: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+    return [partial(np.copyto, view(own), view(given)) for given, own in zip(sources, targets, strict=True)]
 
 
 def _commit(kernels: Any, name: str, layers: Any, path: Any) -> Any:

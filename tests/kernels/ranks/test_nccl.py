@@ -7,7 +7,7 @@ import importlib
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from edgellm.errors import DeviceLostError, MissingDependencyError
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.nvrtc import wheel_folders
-from edgellm.kernels.ranks import nccl
-from edgellm.kernels.ranks.launcher import INBOX_BYTES, CudaRank, GatheredSum, RanksArgument
+from edgellm.kernels.ranks import launcher, nccl
+from edgellm.kernels.ranks.launcher import INBOX_BYTES, CudaRank, RanksArgument, Together
 from edgellm.kernels.ranks.nccl import CALLS, OLDEST, Communicators, NcclLibrary
 
 EXTRA, OF_TORCH = Path("site", "nvidia", "nccl", "lib"), Path("other", "torch", "lib")
@@ -117,7 +117,7 @@ def test_calls_are_those_of_the_wheels_header() -> None:
         given = [each for each in match[2].replace("const ", "").split(",") if each.strip()]
         types = [re.sub(r"\s*\b\w+$", "", each.strip()).replace(" ", "") for each in given]
         assert [known[each] for each in types] == list(arguments), name
-    for name, value in {"ncclSuccess": 0, "ncclInProgress": 7, "ncclFloat32": 7}.items():
+    for name, value in {"ncclSuccess": 0, "ncclInProgress": 7, "ncclUint8": 1}.items():
         assert re.search(rf"\b{name}\s*=\s*{value}\b", header)
     library = NcclLibrary()  # needs no GPU
     assert Path(library.path).is_relative_to(found[0].parent.parent)
@@ -128,7 +128,7 @@ def test_ranks_gather_in_a_group_and_errors_have_its_words(decoy: ctypes.CDLL) -
         Communicators([4, 4])
     ranks = Communicators([0, 1])
     with pytest.raises(KernelError, match="ncclAllGather of NCCL failed: invalid usage"):
-        ranks.gather(0, 0, 0, 0, 1)
+        ranks.rank(0, 0).gather(0, 0, 1)
     assert ranks.failure() is None
     decoy.decoy_fail(1)
     assert ranks.failure() == (1, "internal error: a link is down")
@@ -162,45 +162,93 @@ class Sums:
         self.memory._devices, self.memory._failure, self.memory._seconds = devices, None, seconds
         self.nccl = self.memory.nccl = NcclRanks(devices, places, seconds)
         self.nccl.watch(self.progress, self.memory.fail, self.memory._has_missed)
-        self.streams = RankStreams(devices, self.memory, lambda: None)
+        self.streams, self.kernels = RankStreams(devices, self.memory, lambda: None), list[CudaRank]()
+        for rank, inbox in enumerate(self.inboxes):
+            argument = RanksArgument(own=rank, count=count, blocks=256)
+            argument.inboxes[rank] = inbox.ctypes.data
+            self.kernels.append(CudaRank(Module(), "float32", argument, self.nccl.ranks[rank]))
+        monkeypatch.setattr(CudaRank, "_begun", lambda kernels: partial(self._count, kernels._argument.own, 0))
+        monkeypatch.setattr(CudaRank, "_add", lambda kernels, *given: partial(self._add, kernels._argument.own, *given))
+        monkeypatch.setattr(CudaRank, "copy", copied)
+        monkeypatch.setattr(Together, "overlap_previous", None)
 
-    def launches(self, rank: int, values: np.ndarray, output: np.ndarray, piece: int) -> GatheredSum:
-        stages: list[Any] = []
-        for first in range(0, values.size, piece):
-            own = values[first : first + piece]
-            add = partial(self._add, rank, output[first : first + piece])
-            gather = partial(self.nccl.gathers[rank], own.ctypes.data, own.size)
-            stages += [partial(self._count, rank, 0), gather, add]
-        return GatheredSum(stages)
+    def run(self, make: Callable[[int, CudaRank], Sequence[Any]]) -> None:
+        self.streams.run([make(rank, kernels) for rank, kernels in enumerate(self.kernels)])
+        assert (self.progress == self.progress[0, 0]).all() and self.progress.any()
 
     def _count(self, rank: int, which: int) -> None:
         self.progress[rank, which] += 1
 
-    def _add(self, rank: int, output: np.ndarray) -> None:
-        parts = self.inboxes[rank][: len(self.inboxes) * output.size].reshape(-1, output.size)
-        output[...] = parts[0]
-        for part in parts[1:]:
-            output += part
+    def _add(
+        self, rank: int, pieces: int = 0, places: Sequence[int] = (0, 0), is_float: bool = True, scale: float = 1.0
+    ) -> None:
+        if pieces:
+            parts = self.inboxes[rank][: len(self.inboxes) * 4 * pieces].reshape(-1, 4 * pieces)
+            total = sum(parts[1:], parts[0]) * np.float32(scale)
+            output, residual = (DeviceArray(place, (4 * pieces,), "float32") for place in places)
+            host(output)[...] = host(residual) + total if residual.pointer else total
         self._count(rank, 1)
 
 
-@pytest.mark.usefixtures("decoy")
-def test_ranks_begin_each_gather_as_one_and_add_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever stands between sums, and however much: a sum takes what the one before it has made."""
-    sums, random = Sums(3, monkeypatch), np.random.default_rng(1)
-    values = [(random.standard_normal(96) * 10.0 ** random.integers(-3, 4, 96)).astype(np.float32) for _ in range(3)]
-    outputs = [np.zeros(96, np.float32) for _ in range(3)]
-    expected = values[0] + values[1] + values[2]
+def host(array: DeviceArray) -> np.ndarray:
+    """What is at an address of the host."""
+    values = (ctypes.c_float * array.size).from_address(array.pointer)
+    return np.frombuffer(values, np.float32).reshape(array.shape)
 
-    def own(rank: int) -> list[Any]:
-        first = sums.launches(rank, values[rank], outputs[rank], 40)
-        second = sums.launches(rank, outputs[rank], outputs[rank], 96)
+
+def copied(kernels: CudaRank, source: DeviceArray, target: DeviceArray, column: int = 0) -> Callable[[], None]:
+    width = source.shape[-1]
+    return partial(np.copyto, host(target)[..., column : column + width], host(source))
+
+
+def on_host(values: np.ndarray) -> DeviceArray:
+    return DeviceArray(values.ctypes.data, values.shape, "float32", values)
+
+
+@pytest.mark.usefixtures("decoy")
+def test_ranks_add_in_their_order_whatever_stands_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces; a sum takes what the one before it has made."""
+    sums, random = Sums(3, monkeypatch), np.random.default_rng(1)
+    monkeypatch.setattr(launcher, "INBOX_BYTES", 160)
+    values = [(random.standard_normal(96) * 10.0 ** random.integers(-3, 4, 96)).astype(np.float32) for _ in range(3)]
+    residual, outputs = random.standard_normal(96).astype(np.float32), [np.zeros(96, np.float32) for _ in range(3)]
+
+    def own(rank: int, kernels: CudaRank) -> list[Any]:
+        first = kernels.sum(on_host(values[rank]), on_host(outputs[rank]), on_host(residual), 0.5)
+        second = kernels.sum(on_host(outputs[rank]), on_host(outputs[rank]))
         return [*[lambda: None] * (20 * rank), first, second, lambda: None]
 
-    sums.streams.run([own(rank) for rank in range(3)])
+    sums.run(own)
+    once = residual + np.float32(0.5) * (values[0] + values[1] + values[2])
     for output in outputs:
-        np.testing.assert_array_equal(output, expected + expected + expected)
-    assert (sums.progress == 4).all()
+        np.testing.assert_array_equal(output, once + once + once)
+    assert sums.progress[0, 0] == 6
+    sums.memory.close()
+
+
+@pytest.mark.usefixtures("decoy")
+@pytest.mark.parametrize("rows", [1, 5])
+def test_inputs_go_to_all_ranks_and_columns_come_to_the_first(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows at a time, where an inbox has no place for more."""
+    sums, widths = Sums(3, monkeypatch), (5, 4, 5)
+    monkeypatch.setattr(launcher, "INBOX_BYTES", 48)
+    values = [
+        np.random.default_rng(rank).standard_normal((rows, width), np.float32) for rank, width in enumerate(widths)
+    ]
+    given = [np.full((rows, 5), rank, np.float32) for rank in range(3)]
+    others = [np.full(2, -rank, np.float32) for rank in range(3)]
+    whole = np.full((rows, 14), np.nan, np.float32)
+
+    def own(rank: int, kernels: CudaRank) -> list[Any]:
+        pairs = ([on_host(arrays[each]) for arrays in (given, others)] for each in (0, rank))
+        return [*kernels.bring(*pairs), kernels.columns(on_host(values[rank]), widths, on_host(whole))]
+
+    given[0][...], others[0][...] = values[0], 7
+    sums.run(own)
+    np.testing.assert_array_equal(whole, np.concatenate(values, axis=1))
+    for rank in (1, 2):
+        np.testing.assert_array_equal(given[rank], values[0])
+        assert (others[rank] == 7).all()
     sums.memory.close()
 
 
@@ -246,20 +294,20 @@ def test_who_is_behind(progress: list[list[int]], expected: tuple[int, int]) -> 
 
 def test_a_sum_has_pieces_that_inboxes_have_place_for() -> None:
     """Of a residual in two bytes or four."""
-    whole, gathered = INBOX_BYTES // 4, list[tuple[int, int]]()
-    rank = CudaRank(
-        Module(), "float16", RanksArgument(own=0, count=2, blocks=256), lambda *given: gathered.append(given)
-    )
-    size = 2 * whole + 8
+    whole, gathered = INBOX_BYTES // 4, list[tuple[int, int, int]]()
+    argument = RanksArgument(own=0, count=2, blocks=256)
+    argument.inboxes[0] = 5 << 30
+    nccl: Any = SimpleNamespace(gather=lambda *given: gathered.append(given))
+    rank, size = CudaRank(Module(), "float16", argument, nccl), 2 * whole + 8
     values, output = (DeviceArray(place << 30, (size,), "float32") for place in (1, 2))
     for dtype, width in (("float16", 2), ("float32", 4)):
-        found = rank.sum(values, output, DeviceArray(3 << 30, (size,), dtype), 0.5)
-        assert isinstance(found, GatheredSum) and len(found.stages) == 9
+        found: Any = rank.sum(values, output, DeviceArray(3 << 30, (size,), dtype), 0.5)
+        assert len(found.stages) == 9
         found.overlap_previous()
         for number, floats in enumerate((whole, whole, 8)):
-            begun, gather, add = (found.stages[3 * number + stage] for stage in range(3))
+            begun, gather, add = found.stages[3 * number : 3 * number + 3]
             gather()
-            assert gathered.pop() == ((1 << 30) + 4 * number * whole, floats)
+            assert gathered.pop() == ((1 << 30) + 4 * number * whole, 5 << 30, 4 * floats)
             assert (begun.name, add.name) == ("begun", "ranks::sum_gathered<__half>")
             _, target, residual, is_float, scale, pieces = add._arguments
             assert target.value == (2 << 30) + 4 * number * whole
