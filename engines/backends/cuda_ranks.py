@@ -335,16 +335,17 @@ class RankedAcceptance(CudaAcceptance):
 
         def prepare(rank: int, backend: CudaBackend) -> None:  # nothing is loaded or allocated between launches
             backend.kernel_module.load_for_any(ADVANCE)
-            for name, width in _MOVES.items():
+            for name, width in _MOVES.items() if rank else ():
                 ranks.buffer(rank, name, (slots, width), "int32")
 
         ranks.each(prepare)
 
-    def move_accepted(self, caches, kvcache_start_index, accepted, hidden_states, pending, wraps=False):
-        """See `CudaAcceptance.move_accepted`."""
+    def move_accepted(self, caches, kvcache_start_index, accepted, *others):
+        """See `CudaAcceptance.move_accepted`; features are the first rank's."""
         if not isinstance(caches[0], RankedArray):
-            super().move_accepted(caches, kvcache_start_index, accepted, hidden_states, pending, wraps)
+            super().move_accepted(caches, kvcache_start_index, accepted, *others)
             return
+        hidden_states, pending, wraps = others
 
         def launches(rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
             given = dict(zip(_MOVES, (kvcache_start_index, accepted.indices, accepted.lengths), strict=True))

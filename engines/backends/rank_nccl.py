@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from edgellm.kernels.ranks.nccl import Communicators, NcclRank
 
 logger = logging.getLogger("edgellm.cuda")
 
+_Found = TypeVar("_Found")
 #: What the first gathers may take, for which NCCL makes what it needs.
 _FIRST_SECONDS = 30.0
 
@@ -33,7 +35,7 @@ class NcclRanks:
         """A rank may wait so many `seconds` for another. Raises MissingDependencyError without NCCL, EngineError where
         it brings nothing, KernelError with what else it says."""
         self._devices, self._seconds = devices, seconds
-        before = self._free()
+        free = self._each(lambda device: device.free_memory()[0])
         self.communicators = Communicators([device.gpu.index for device in devices])
         streams = [device.stream.handle for device in devices]
         self.ranks: list[NcclRank] = [self.communicators.rank(*each) for each in enumerate(streams)]
@@ -45,23 +47,24 @@ class NcclRanks:
                 for rank, inbox in zip(self.ranks, inboxes, strict=True):
                     rank.broadcast(0, inbox.pointer, nbytes)
         self._await_first()
-        self.nbytes = [max(0, old - new) for old, new in zip(before, self._free(), strict=True)]
+        left = self._each(lambda device: device.free_memory()[0])
+        self.nbytes = [max(0, before - now) for before, now in zip(free, left, strict=True)]
         logger.info("GPUs add by %s, which takes %.0f MiB", self, max(self.nbytes) / MEBIBYTE)
         self._closed, self._watching = threading.Event(), threading.Thread()
 
     def __str__(self) -> str:
         return f"NCCL {self.communicators.library.version} ({self.communicators.library.path})"
 
-    def _free(self) -> list[int]:
+    def _each(self, find: Callable[[CudaDevice], _Found]) -> list[_Found]:
         found = []
         for device in self._devices:
             with device.current():
-                found.append(device.free_memory()[0])
+                found.append(find(device))
         return found
 
     def _await_first(self) -> None:
         end = time.monotonic() + _FIRST_SECONDS
-        while not all(device.stream.is_done() for device in self._devices):
+        while not all(self._each(lambda device: device.stream.is_done())):
             if time.monotonic() > end:
                 threading.Thread(target=self.communicators.abort, name="edgellm-nccl", daemon=True).start()
                 raise EngineError(
