@@ -21,7 +21,7 @@ from edgellm.kernels.nvrtc import wheel_folders
 OLDEST = 21800
 #: Of nccl.h: results that are no error, and the type of what is brought.
 _SUCCESS, _IN_PROGRESS, _UINT8 = 0, 7, 1
-_NAME = "libnccl.so.2"
+_NAME, _INSTALL = "libnccl.so.2", "Install it with: pip install 'edgellm[nccl]'"
 _ARRAYS = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 #: Arguments of each call, all of which give a result but those of the texts.
 CALLS = {
@@ -61,25 +61,18 @@ class NcclLibrary:
             for name, arguments in CALLS.items():
                 call = getattr(self._library, name)
                 call.argtypes = arguments
-                call.restype = ctypes.c_char_p if name in ("ncclGetErrorString", "ncclGetLastError") else ctypes.c_int
+                call.restype = ctypes.c_char_p if "Error" in name and "Async" not in name else ctypes.c_int
         except (OSError, AttributeError) as error:
-            if self.path != _NAME:
-                raise MissingDependencyError(
-                    f"{self.path} does not load as NCCL ({error}): install it anew, with pip install 'edgellm[nccl]'"
-                ) from error
             raise MissingDependencyError(
-                f"GPUs that do not reach each other's memory share a model by NCCL. {_NAME} was found neither in the "
-                "wheel nvidia-nccl-cu13 (or -cu12), nor in an installed PyTorch, nor by the system's loader "
-                f"({error}). Install it with: pip install 'edgellm[nccl]'"
+                f"{self.path} does not load as NCCL ({error}), by which GPUs share a model that do not reach each other's "
+                "memory. It is looked for in the wheel nvidia-nccl-cu13 (or -cu12), in an installed PyTorch, and by the "
+                f"system's loader. {_INSTALL}"
             ) from error
         number = ctypes.c_int()
         self.call("ncclGetVersion", ctypes.byref(number))
+        self.version, oldest = map(_release, (number.value, OLDEST))
         if number.value < OLDEST:
-            raise MissingDependencyError(
-                f"{self.path} is NCCL {_release(number.value)}; expected {_release(OLDEST)} or later. Install it with: "
-                "pip install 'edgellm[nccl]'"
-            )
-        self.version = _release(number.value)
+            raise MissingDependencyError(f"{self.path} is NCCL {self.version}; expected {oldest} or later. {_INSTALL}")
 
     def call(self, name: str, *arguments: object) -> None:
         """Raises KernelError with what NCCL says of a call that fails."""

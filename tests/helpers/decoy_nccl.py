@@ -17,21 +17,15 @@ from edgellm.kernels.ranks.nccl import NcclLibrary
 _SOURCE = """
 #include <stdio.h>
 #include <string.h>
-
-struct part { const char* from; char* to; size_t bytes; int root; };
-static struct part parts[8][64];
+static struct part { const char* from; char* to; size_t bytes; int root; } parts[8][64];
 static int given[8], grouped, destroyed, aborted, failed_rank = -1;
 static char said[64];
-
 int ncclGetVersion(int* version) { *version = VERSION; return 0; }
 const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "invalid usage"; }
 const char* ncclGetLastError(void* comm) { return said; }
 int ncclCommInitAll(void** comms, int count, const int* devices) {
-    for (int rank = 0; rank < count; ++rank) {
-        for (int other = 0; other < rank; ++other)
-            if (devices[rank] == devices[other]) { sprintf(said, "GPU %d twice", devices[rank]); return 5; }
-        comms[rank] = (void*)(size_t)(rank + 1);
-    }
+    if (count > 1 && devices[0] == devices[1]) { sprintf(said, "GPU %d twice", devices[0]); return 5; }
+    for (int rank = 0; rank < count; ++rank) comms[rank] = (void*)(size_t)(rank + 1);
     return 0;
 }
 int ncclCommGetAsyncError(void* comm, int* found) { *found = (size_t)comm == failed_rank + 1 ? 3 : 0; return 0; }
@@ -41,26 +35,24 @@ int ncclGroupStart(void) { grouped = 1; memset(given, 0, sizeof given); return 0
 int ncclGroupEnd(void) {
     for (int rank = 0; rank < 8; ++rank)
         for (int each = 0; each < given[rank]; ++each) {
-            struct part from = parts[rank][each];
-            for (int other = 0; other < 8 && (from.root < 0 || from.root == rank); ++other)
+            struct part own = parts[rank][each];
+            for (int other = 0; other < 8 && (own.root < 0 || own.root == rank); ++other)
                 if (each < given[other])
-                    memmove(parts[other][each].to + (from.root < 0 ? rank * from.bytes : 0), from.from, from.bytes);
+                    memmove(parts[other][each].to + (own.root < 0 ? rank * own.bytes : 0), own.from, own.bytes);
         }
-    grouped = 0;
-    return 0;
+    return grouped = 0;
 }
-static int enqueue(void* comm, int type, const void* from, void* to, size_t bytes, int root) {
-    struct part own = {from, to, bytes, root};
+static int enqueue(void* comm, int type, struct part own) {
     int rank = (int)(size_t)comm - 1;
     if (!grouped || type != 1) return 5;
     parts[rank][given[rank]++] = own;
     return 0;
 }
 int ncclAllGather(const void* from, void* to, size_t bytes, int type, void* comm, void* stream) {
-    return enqueue(comm, type, from, to, bytes, -1);
+    return enqueue(comm, type, (struct part){from, to, bytes, -1});
 }
 int ncclBroadcast(const void* from, void* to, size_t bytes, int type, int root, void* comm, void* stream) {
-    return enqueue(comm, type, from, to, bytes, root);
+    return enqueue(comm, type, (struct part){from, to, bytes, root});
 }
 int decoy_aborted(void) { return aborted; }
 int decoy_destroyed(void) { return destroyed; }
