@@ -64,9 +64,9 @@ class NcclLibrary:
                 call.restype = ctypes.c_char_p if "Error" in name and "Async" not in name else ctypes.c_int
         except (OSError, AttributeError) as error:
             raise MissingDependencyError(
-                f"{self.path} does not load as NCCL ({error}), by which GPUs share a model that do not reach each other's "
-                "memory. It is looked for in the wheel nvidia-nccl-cu13 (or -cu12), in an installed PyTorch, and by the "
-                f"system's loader. {_INSTALL}"
+                f"{self.path} does not load as NCCL ({error}), by which GPUs share a model that do not reach each "
+                "other's memory. It is looked for in the wheel nvidia-nccl-cu13 (or -cu12), in an installed PyTorch, "
+                f"and by the system's loader. {_INSTALL}"
             ) from error
         number = ctypes.c_int()
         self.call("ncclGetVersion", ctypes.byref(number))
