@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from edgellm.engines.backends.base import Engine
+from edgellm.engines.backends.base import Engine, uploaded
 from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
 from edgellm.engines.backends.device_layouts import PackedLayouts
@@ -38,6 +38,7 @@ from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.ranks.launcher import MOST_RANKS, CudaRank
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
+from edgellm.kernels.sampling.launcher import SharedTable
 
 _Found = TypeVar("_Found")
 
@@ -180,14 +181,24 @@ class CudaRanks(CudaBackend):
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Any]:
-        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own."""
+        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own; the
+        table of embeddings is a `SharedTable` of all parts."""
         if [spec.name for spec in specs] != [spec.name for spec in decoder_weights(self._directory.config)]:
             return super().load_weights(checkpoint, specs, progress)
-        loaded = self._parts.load(checkpoint, self._ranks, progress)
+        loaded, table = self._parts.load(checkpoint, self._ranks, progress), self._parts.table
         self._loaded_parts = [self._parts.parts(rank, weights) for rank, weights in enumerate(loaded)]
         own = self._loaded_parts
-        self.each(lambda rank, backend: backend.load_kernels(own[rank] if rank else loaded[0] | own[0]))
-        return loaded[0]
+
+        def load_kernels(rank: int, backend: CudaBackend) -> None:
+            backend.table_pieces = 1 if table is None else self.gpus
+            backend.load_kernels(own[rank] if rank else loaded[0] | own[0])
+
+        self.each(load_kernels)
+        if table is None:
+            return loaded[0]
+        pieces = tuple(held[table] for held in loaded)
+        places = uploaded(self, np.array([piece.pointer for piece in pieces], np.uint64))
+        return loaded[0] | {table: SharedTable(pieces, places)}
 
     def weight(self, rank: int, name: str) -> Any:
         """A rank's part of a loaded weight of the base."""

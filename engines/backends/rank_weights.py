@@ -1,4 +1,4 @@
-"""The base's weights on several GPUs: each gets its part of the files alone, and the first what it uses besides."""
+"""The base's weights on several GPUs: each gets its part of the files alone, and the first what drafts use besides."""
 
 from __future__ import annotations
 
@@ -48,43 +48,41 @@ class RankWeights:
         shards = [sharded(program, *share) for share in self.shares]
         self._count, self._used = count, program.weights.keys()
         self._cuts = [shard.cuts for shard in shards]
-        rows, recurrent = dict[str, int](), dict[str, int]()
+        heads, recurrent = dict[str, int](), dict[str, int]()
         for name, (size, _) in program.states.items():
-            (recurrent if is_recurrent(name) else rows)[name] = size[1]
+            (recurrent if is_recurrent(name) else heads)[name] = size[1]
         #: Items of a memory plan of which a rank has a part: of which tensors, and how wide these are.
         self._shared = {
-            "KV caches": rows,
-            "KV rows of windows": rows,
+            "KV caches": heads,
+            "KV rows of windows": heads,
             "recurrent states": recurrent,
             "inputs of recurrent layers": {name: size[2] for name, (size, _) in program.kept.items()},
         }
         self._adapters = {name: size for name, size in program.matrices.items() if name not in program.weights}
-        cuts = [{name: cut for name, cut in shard.cuts.items() if name in self._specs} for shard in shards]
+        table, rows, whole = embedding_name(config), config.vocab_size, set[str]()
+        cuts = [
+            {table: Cut(0, ((rows * rank // count, rows * (rank + 1) // count),))}
+            | {name: cut for name, cut in shard.cuts.items() if name in self._specs}
+            for rank, shard in enumerate(shards)
+        ]
         #: Of each rank what is cut of those weights that it holds in part, and of those that it uses in part.
         self._held, self._bound = cuts, [dict(own) for own in cuts]
-        whole = {embedding_name(config)}
         if (draft := directory.draft) is not None:
             drafts = (model_program(draft.config, shape) for shape in limits.engine_shapes() if shape.model == "draft")
-            whole |= {spec.name for own in drafts for spec in own.weights.values() if not spec.parts}
+            whole = {spec.name for own in drafts for spec in own.weights.values() if not spec.parts}
+        #: The table of embeddings, whose rows ranks share; None where a draft multiplies with all of it.
+        self.table = None if table in whole else table
         self._held[0] = {name: cut for name, cut in cuts[0].items() if name not in whole}
         #: Of each rank its packed weights as it holds them.
         self.layouts = [
-            {
-                name: _cut_layout(layout, self._specs[name], self._held[rank].get(name))
-                for name, layout in packed.items()
-                if self._holds(rank, name)
-            }
-            for rank in range(count)
+            {name: _cut_layout(layout, self._specs[name], held.get(name)) for name, layout in packed.items()}
+            for held in self._held
         ]
 
     def ranges(self, rank: int, name: str, shape: Sequence[int]) -> tuple[Range, ...]:
         """Of a state or of adapters of a shape, what a rank has of the second axis."""
         cut = self._cuts[rank].get(name)
         return ((0, shape[1]),) if cut is None else cut.ranges
-
-    def _holds(self, rank: int, name: str) -> bool:
-        """Whether a rank has anything of a weight: what no step uses, such as a table of embeddings, the first has."""
-        return name in self._specs and (rank == 0 or name in self._used)
 
     def _shape(self, rank: int, name: str) -> tuple[int, ...]:
         cut, shape = self._held[rank].get(name), self._specs[name].shape
@@ -96,7 +94,6 @@ class RankWeights:
         return {
             name: (packed[name].shape, "uint8") if name in packed else (self._shape(rank, name), spec.dtype)
             for name, spec in self._specs.items()
-            if self._holds(rank, name)
         }
 
     def load(
@@ -113,8 +110,6 @@ class RankWeights:
         dense = [spec for name, spec in self._specs.items() if name not in layouts]
         for spec, offset, values in iterate_weight_parts(checkpoint, dense, self._dtype):
             for rank, backend in enumerate(ranks):
-                if not self._holds(rank, spec.name):
-                    continue
                 flat, first = loaded[rank][spec.name].reshape(-1), offset // values.itemsize
                 cut = self._held[rank].get(spec.name)
                 pieces = [(first, values)] if cut is None else pieces_of(cut, spec.shape, first, values)
@@ -129,7 +124,8 @@ class RankWeights:
             own = self.layouts[rank]
             with backend.current():
                 if own:
-                    loader = PackedLoader(backend, backend.kernel_module, self._dtype, self._held[rank])
+                    held = self._held[rank]
+                    loader = PackedLoader(backend, backend.kernel_module, self._dtype, held, self.table)
                     specs = [self._specs[name] for name in own]
                     loaded[rank] |= loader.load(checkpoint, specs, loaded[rank], advance)
                 backend.synchronize()
