@@ -1,8 +1,9 @@
 """Several GPUs of one machine: the base's steps are shared among ranks, each of which has its weights and states.
 
 The first rank is the backend that everybody sees: what is no step of the base runs on it alone, drafts and encoders
-too, and its stream is the order of all work. A step of the base brings its inputs to the other ranks, whose streams
-branch off for it, and come back behind it; so one captured graph holds the steps of all GPUs.
+too, and its stream is the order of all work. It looks tokens up, in the memory of the rank that has their rows. A step
+of the base brings its inputs to the other ranks, whose streams branch off for it, and come back behind it; so one
+captured graph holds the steps of all GPUs.
 """
 
 from __future__ import annotations
@@ -181,19 +182,15 @@ class CudaRanks(CudaBackend):
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Any]:
-        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own; the
-        table of embeddings is a `SharedTable` of all parts."""
+        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own. A
+        table of embeddings that ranks share is a `SharedTable`."""
         if [spec.name for spec in specs] != [spec.name for spec in decoder_weights(self._directory.config)]:
             return super().load_weights(checkpoint, specs, progress)
         loaded, table = self._parts.load(checkpoint, self._ranks, progress), self._parts.table
         self._loaded_parts = [self._parts.parts(rank, weights) for rank, weights in enumerate(loaded)]
         own = self._loaded_parts
-
-        def load_kernels(rank: int, backend: CudaBackend) -> None:
-            backend.table_pieces = 1 if table is None else self.gpus
-            backend.load_kernels(own[rank] if rank else loaded[0] | own[0])
-
-        self.each(load_kernels)
+        self.table_pieces = 1 if table is None else self.gpus  # the first alone looks tokens up
+        self.each(lambda rank, backend: backend.load_kernels(own[rank] if rank else loaded[0] | own[0]))
         if table is None:
             return loaded[0]
         pieces = tuple(held[table] for held in loaded)

@@ -1,4 +1,4 @@
-"""The base's weights on several GPUs: each gets its part of the files alone, and the first what drafts use besides."""
+"""The base's weights on several GPUs: each gets its part of the files alone, and the first what it uses besides."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ from edgellm.kernels.sampling.twin import first_not_finite
 class RankWeights:
     """What each of `count` ranks holds of the base. Raises EngineError that names what they cannot share."""
 
-    def __init__(self, directory: EngineDirectory, count: int, packed: Mapping[str, PackedLayout]) -> None:
-        """`packed` are the layouts of the packed weights as one GPU has them."""
+    def __init__(
+        self, directory: EngineDirectory, count: int, packed: Mapping[str, PackedLayout], shares_table: bool = True
+    ) -> None:
+        """`packed` are the layouts of the packed weights as one GPU has them. `shares_table`: each rank has rows of the
+        table of embeddings, which the first reads there; else that has it whole."""
         config, limits = directory.config, directory.limits
         self._specs = {spec.name: spec for spec in decoder_weights(config)}
         columns = 2 * (config.rotary_columns + config.token_row_size)
@@ -59,30 +62,38 @@ class RankWeights:
             "inputs of recurrent layers": {name: size[2] for name, (size, _) in program.kept.items()},
         }
         self._adapters = {name: size for name, size in program.matrices.items() if name not in program.weights}
-        table, rows, whole = embedding_name(config), config.vocab_size, set[str]()
-        cuts = [
-            {table: Cut(0, ((rows * rank // count, rows * (rank + 1) // count),))}
-            | {name: cut for name, cut in shard.cuts.items() if name in self._specs}
-            for rank, shard in enumerate(shards)
-        ]
+        table, rows = embedding_name(config), config.vocab_size
+        cuts = [{name: cut for name, cut in shard.cuts.items() if name in self._specs} for shard in shards]
+        if shares_table:  # as a head, which it may be
+            for rank, own in enumerate(cuts):
+                own[table] = Cut(0, ((rows * rank // count, rows * (rank + 1) // count),))
         #: Of each rank what is cut of those weights that it holds in part, and of those that it uses in part.
         self._held, self._bound = cuts, [dict(own) for own in cuts]
+        whole = set() if shares_table else {table}
         if (draft := directory.draft) is not None:
             drafts = (model_program(draft.config, shape) for shape in limits.engine_shapes() if shape.model == "draft")
-            whole = {spec.name for own in drafts for spec in own.weights.values() if not spec.parts}
-        #: The table of embeddings, whose rows ranks share; None where a draft multiplies with all of it.
+            whole |= {spec.name for own in drafts for spec in own.weights.values() if not spec.parts}
+        #: The table of embeddings, whose rows ranks share; None where the first has all of it, as for a draft's head.
         self.table = None if table in whole else table
         self._held[0] = {name: cut for name, cut in cuts[0].items() if name not in whole}
         #: Of each rank its packed weights as it holds them.
         self.layouts = [
-            {name: _cut_layout(layout, self._specs[name], held.get(name)) for name, layout in packed.items()}
-            for held in self._held
+            {
+                name: _cut_layout(layout, self._specs[name], held.get(name))
+                for name, layout in packed.items()
+                if self._holds(rank, name)
+            }
+            for rank, held in enumerate(self._held)
         ]
 
     def ranges(self, rank: int, name: str, shape: Sequence[int]) -> tuple[Range, ...]:
         """Of a state or of adapters of a shape, what a rank has of the second axis."""
         cut = self._cuts[rank].get(name)
         return ((0, shape[1]),) if cut is None else cut.ranges
+
+    def _holds(self, rank: int, name: str) -> bool:
+        """Whether a rank has anything of a weight: what no step uses, a table that is not shared, the first has."""
+        return name in self._specs and (rank == 0 or name in self._used or name in self._held[rank])
 
     def _shape(self, rank: int, name: str) -> tuple[int, ...]:
         cut, shape = self._held[rank].get(name), self._specs[name].shape
@@ -94,6 +105,7 @@ class RankWeights:
         return {
             name: (packed[name].shape, "uint8") if name in packed else (self._shape(rank, name), spec.dtype)
             for name, spec in self._specs.items()
+            if self._holds(rank, name)
         }
 
     def load(
@@ -110,6 +122,8 @@ class RankWeights:
         dense = [spec for name, spec in self._specs.items() if name not in layouts]
         for spec, offset, values in iterate_weight_parts(checkpoint, dense, self._dtype):
             for rank, backend in enumerate(ranks):
+                if not self._holds(rank, spec.name):
+                    continue
                 flat, first = loaded[rank][spec.name].reshape(-1), offset // values.itemsize
                 cut = self._held[rank].get(spec.name)
                 pieces = [(first, values)] if cut is None else pieces_of(cut, spec.shape, first, values)

@@ -178,8 +178,8 @@ class RandomRanks(CudaRanks):
         parts = self._parts
 
         def made(rank: int, backend: CudaBackend) -> dict[str, Any]:
-            packed = parts.layouts[rank]
-            dense = [replace(own, shape=parts._shape(rank, own.name)) for own in specs if own.name not in packed]
+            packed, held = parts.layouts[rank], [spec for spec in specs if parts._holds(rank, spec.name)]
+            dense = [replace(own, shape=parts._shape(rank, own.name)) for own in held if own.name not in packed]
             return RandomWeights.load_weights(backend, checkpoint, dense) | random_packed(backend, packed)
 
         parts.load = lambda *given: self.each(made)  # type: ignore[method-assign]

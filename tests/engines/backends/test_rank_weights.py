@@ -285,19 +285,25 @@ def test_tokens_are_looked_up_where_ranks_have_them(name: str, count: int, monke
     assert {step_source("float16", known), tree_source("float16", known)} <= {*sources}
 
 
-def test_a_table_with_which_a_draft_multiplies_is_the_firsts(tiny_draft_engines: Path) -> None:
-    opened = EngineDirectory.open(tiny_draft_engines)
+def test_a_table_that_the_first_has_whole(tiny_draft_engines: Path) -> None:
+    """As a draft multiplies with it, or as kernels read no other GPU's memory."""
+    opened, found = EngineDirectory.open(tiny_draft_engines), []
     assert opened.draft is not None and not opened.draft.config.has_embedding and opened.config.tie_word_embeddings
-    found = []
-    for has_head in (True, False):
+    for has_head, is_tied, shares in (
+        (True, True, True),
+        (False, True, True),
+        (True, True, False),
+        (True, False, False),
+    ):
         draft = replace(opened.draft.config, has_head=has_head, draft_vocab_size=opened.config.vocab_size)
-        own: Any = SimpleNamespace(
-            config=opened.config, limits=opened.limits, dtype="float16", draft=SimpleNamespace(config=draft)
-        )
-        parts = RankWeights(own, 2, {})
-        found.append((parts.table, [parts._shape(rank, EMBEDDING)[0] for rank in range(2)]))
+        config = replace(opened.config, tie_word_embeddings=is_tied)
+        others = {"limits": opened.limits, "dtype": "float16", "draft": SimpleNamespace(config=draft)}
+        parts = RankWeights(SimpleNamespace(config=config, **others), 2, {}, shares)  # type: ignore[arg-type]
+        held = [parts._shape(rank, EMBEDDING)[0] for rank in range(2) if parts._holds(rank, EMBEDDING)]
+        found.append((parts.table, held))
     rows = opened.config.vocab_size
-    assert found == [(EMBEDDING, [rows // 2, rows // 2]), (None, [rows, rows // 2])]
+    whole = None, [rows, rows // 2]  # of which the other has what its head multiplies with
+    assert found == [(EMBEDDING, [rows // 2, rows // 2]), whole, whole, (None, [rows])]
 
 
 def test_pieces_of_a_packed_table_lie_alike() -> None:
