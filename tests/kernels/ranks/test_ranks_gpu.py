@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_device import on_device
-from packed_weights import shared_table
 
 from edgellm.engines.errors import DeviceLostError
 from edgellm.kernels.gpu import visible_gpus
-from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.ranks.launcher import CudaRank
-from edgellm.kernels.sampling.contract import ModelTables, StepInputs
-from edgellm.kernels.sampling.launcher import CudaSampling
 from tools.bench.rank_speed import Ranks, opened_ranks
 
 pytestmark = pytest.mark.gpu
@@ -162,29 +156,3 @@ def test_gpus_of_their_own() -> None:
             for found in ranks.seen(outputs):
                 np.testing.assert_array_equal(found, in_order(values))
         ranks.memory.check()
-
-
-def test_the_first_reads_rows_of_a_table_where_the_others_have_them() -> None:
-    indices = [gpu.index for gpu in visible_gpus()][:8]
-    if len(indices) < 2:
-        pytest.skip("there is one GPU")
-    count, (vocabulary, hidden, tokens) = len(indices), (1003, 4096, 700)
-    random = np.random.default_rng(2)
-    values = random.standard_normal((vocabulary, hidden)).astype(np.float16)
-    token_ids = random.integers(-1, vocabulary + 1, (1, tokens)).astype(np.int32)
-    ends = [vocabulary * rank // count for rank in range(count + 1)]
-    with opened_ranks(indices) as ranks:
-        gpu: Any = ranks.devices[0]
-        pieces = ranks.arrays([values[begin:end] for begin, end in pairwise(ends)])
-        module = KernelModule(gpu.gpu, gpu.stream)
-        kernels = CudaSampling(module, "float16", gpu.zeros((CudaSampling.workspace_bytes(1),), "uint8"))
-        start = gpu.zeros((1,), "int32")
-        tables = ModelTables(shared_table(gpu, pieces), gpu.zeros((8, 2), "float32"), start)
-        embeds, cos_sin = (gpu.zeros((1, tokens, width), "float16") for width in (hidden, 2))
-        inputs = StepInputs(embeds, cos_sin, gpu.zeros((1, 1, tokens, 0), "bool"), start)
-        kernels.prepare_step(tables, on_device(gpu, token_ids), inputs)
-        found = gpu.download(embeds)[0]
-        module.close()
-    is_known = (token_ids[0] >= 0) & (token_ids[0] < vocabulary)
-    assert not is_known.all()
-    np.testing.assert_array_equal(found, np.where(is_known[:, None], values[token_ids[0].clip(0, vocabulary - 1)], 0))
