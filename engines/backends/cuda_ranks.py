@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from edgellm.engines.backends.base import Engine, uploaded
+from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
 from edgellm.engines.backends.device_layouts import PackedLayouts
@@ -193,8 +193,8 @@ class CudaRanks(CudaBackend):
         self.each(lambda rank, backend: backend.load_kernels(own[rank] if rank else loaded[0] | own[0]))
         if table is None:
             return loaded[0]
-        pieces = tuple(held[table] for held in loaded)
-        places = uploaded(self, np.array([piece.pointer for piece in pieces], np.uint64))
+        pieces, places = tuple(held[table] for held in loaded), self.empty((self.gpus,), "uint64")
+        self.upload(places, np.array([piece.pointer for piece in pieces], np.uint64))
         return loaded[0] | {table: SharedTable(pieces, places)}
 
     def weight(self, rank: int, name: str) -> Any:

@@ -107,7 +107,7 @@ def split_tables(tables: ModelTables) -> tuple[ModelTables, EmbeddingTable | Non
         table = table.whole
     elif packed is not None:
         table = DeviceArray(packed.pointer, packed.shape, packed.dtype, packed.data)
-    return tables._replace(embedding=table), EmbeddingTable.of(packed and packed.layout, pieces)
+    return tables._replace(embedding=table), EmbeddingTable.of(None if packed is None else packed.layout, pieces)
 
 
 @lru_cache
