@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoy_nccl import ask_for_nccl
 from every_kind import DRAFTINGS
 from packed_checkpoints import write_packed
 from safetensors.numpy import load_file, save_file
@@ -20,7 +21,7 @@ from edgellm import LLM, DraftingConfig, EngineError, Request, SamplingParams
 from edgellm.device.proof import compared_tokens
 from edgellm.engines.backends import cuda_ranks, opening
 from edgellm.engines.backends.cuda_ranks import CudaRanks
-from edgellm.engines.backends.rank_memory import RankMemory, RankStreams
+from edgellm.engines.backends.rank_memory import BY_NCCL, RankMemory, RankStreams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.decoder import embedding_name
@@ -42,13 +43,15 @@ HEAD_TENSORS = {"lm_head.weight", "d2t", "t2d"}
 answers = partial(test_gpus.answers, prompts=PROMPTS)
 
 
-@pytest.fixture(params=["one", "own"], scope="module")
+@pytest.fixture(params=["one", "own", "nccl"], scope="module")
 def places(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both ranks on the first GPU, or each on one of its own."""
+    """Both ranks on the first GPU, or each on one of its own: in each other's memory, or by NCCL."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "one":
             request.getfixturevalue("queues")
             patch.setattr(opening, "rank_gpus", lambda first, count: (0,) * count)
+        elif request.param == "nccl":
+            ask_for_nccl(patch)
         elif len(visible_gpus()) < 2:
             pytest.skip("there is one GPU")
         yield
@@ -76,6 +79,20 @@ def test_tokens_are_those_of_one_gpu_and_of_numpy_up_to_near_ties(one: LLM, two:
             compared = compared_tokens(expected, found, logits, LOGIT_TOLERANCES["float16"])
             print(f"\n{name}: {compared}")
             assert not compared["faults"], (name, compared)
+
+
+def test_tokens_by_nccl_are_those_of_gpus_that_use_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, drafted and plain."""
+    ask_for_nccl(monkeypatch)
+    found = []
+    for way in ("", "1"):
+        monkeypatch.setenv(BY_NCCL, way)
+        with LLM(backend="tensorrt", gpus=2, drafting=TREE) as llm:
+            assert (llm._runtime._open_runner().backend.memory.nccl is not None) is (way == "1")
+            found.append([answers(llm, params) for params in (GREEDY, DRAWN)])
+            llm.use_drafting(None)
+            assert [answers(llm, params) for params in (GREEDY, DRAWN)] == found[-1]
+    assert found[0] == found[1]
 
 
 def test_drafted_and_plain_and_run_to_run_nothing_differs(two: LLM) -> None:
@@ -263,7 +280,7 @@ def test_tables_that_gpus_share_embed_as_those_of_one(
             if gpus == 2:
                 runner: Any = llm._runtime._open_runner()
                 table = runner.base.weights[embedding_name(runner.config)]
-                assert isinstance(table, SharedTable) == is_shared
+                assert isinstance(table, SharedTable) == (is_shared and runner.backend.memory.nccl is None)
                 del runner, table
     with open_runner("numpy", EngineDirectory.open(target)) as runner:
         logits = [teacher_forced_logits(runner, *pair) for pair in zip(prompts, found[0], strict=True)]

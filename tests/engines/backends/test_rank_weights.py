@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,15 +222,18 @@ def test_packed_weights_that_gpus_cannot_share_are_refused_by_name(name: str, co
 
 
 class HostRanks(CudaRanks):
-    """Ranks whose memory is the host's, and whose kernels are twins."""
+    """Ranks whose memory is the host's, and whose kernels are twins; with `by_nccl` they use their own memory alone."""
 
-    def __init__(self, config: Any, count: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, config: Any, count: int, by_nccl: bool, patch: pytest.MonkeyPatch) -> None:
         directory: Any = SimpleNamespace(config=config, limits=EngineLimits(), dtype="float32", draft=None)
         self._directory, self.gpus = directory, count
         self._parts, self._ranks = RankWeights(directory, count, {}), [self]
         self._ranks += [object.__new__(CudaBackend) for _ in range(1, count)]
         for each in self._ranks:
             each.compute_dtype, each._module = "float32", Module()  # type: ignore[assignment]
+            each.rank: Any = SimpleNamespace(bring=bring)
+        self.memory: Any = SimpleNamespace(nccl=by_nccl or None)
+        self._buffers = {}
 
         def copy_rows(of_rank: Any, array: DeviceArray, values: np.ndarray, rows: int, up: bool) -> None:
             assert values.flags.c_contiguous
@@ -256,15 +259,21 @@ class HostRanks(CudaRanks):
             patch.setattr(CudaRecurrent, name, partialmethod(_commit, name))
 
     def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
-        for (launch,) in launches:
-            launch()
+        for own in launches:
+            assert len(own) == (1 if self.memory.nccl is None else 3)  # indices and counts are brought
+            for launch in own:
+                launch()
+
+
+def bring(sources: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+    return [partial(np.copyto, view(own), view(given)) for given, own in zip(sources, targets, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "count"), [("qwen3", 2), ("phi3_partial_tied", 4)])
 def test_tokens_are_looked_up_where_ranks_have_them(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels that are told where each piece is, which steps and trees ask for."""
     config = replace(Sequences(GOLDENS / name).config, dtype="float32")
-    ranks, specs = HostRanks(config, count, monkeypatch), decoder_weights(config)
+    ranks, specs = HostRanks(config, count, False, monkeypatch), decoder_weights(config)
     monkeypatch.setattr(CudaDevice, "upload", HostRank.upload)
     monkeypatch.setattr(CudaBackend, "load_kernels", lambda backend, weights: None)
     with Checkpoint.open(GOLDENS / name) as checkpoint:
@@ -323,11 +332,16 @@ def _commit(kernels: Any, name: str, layers: Any, path: Any) -> Any:
     return getattr(NumpyRecurrent(), name)(own, AcceptedPath(*map(view, path)))
 
 
-@pytest.mark.parametrize(("name", "count"), [("gated_delta_nets", 4), ("state_spaces", 2), ("short_convolutions", 2)])
-def test_states_of_ranks_are_those_of_one(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "by_nccl"),
+    [("gated_delta_nets", 4, True), ("state_spaces", 2, False), ("short_convolutions", 2, True)],
+)
+def test_states_of_ranks_are_those_of_one(
+    name: str, count: int, by_nccl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They come from snapshots by parts, change places, begin anew, take what was accepted of a tree, and go back."""
     config, random, drawn, found = RECURRENT[name], np.random.default_rng(3), dict[Any, np.ndarray](), []
-    for backend in (NumpyBackend(config), HostRanks(config, count, monkeypatch)):
+    for backend in (NumpyBackend(config), HostRanks(config, count, by_nccl, monkeypatch)):
         of_ranks = isinstance(backend, HostRanks)
         given: Any = on_host if of_ranks else np.asarray
         states = ModelStates(backend, decoder_states(config), 3, 20, given(np.arange(3, dtype=np.int32)), is_base=True)
