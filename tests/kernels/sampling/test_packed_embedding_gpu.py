@@ -3,7 +3,6 @@ test_tree_gpu.py."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,8 @@ from packed_weights import (
 )
 
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.gpu import visible_gpus
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight
 from edgellm.kernels.sampling.contract import ModelTables, StepInputs
-from tools.bench.rank_speed import opened_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -105,26 +102,3 @@ def test_columns_that_come_in_no_eights_are_refused(gpu: Any) -> None:
     )
     with pytest.raises(KernelError, match="12 columns; expected a multiple of 8"):
         gpu.kernels.prepare_step(tables, gpu.zeros((1, 1), "int32"), inputs)
-
-
-def test_rows_are_read_where_other_gpus_have_them() -> None:
-    count, (vocabulary, hidden, tokens) = min(8, len(visible_gpus())), (1003, 4096, 700)
-    if count < 2:
-        pytest.skip("there is one GPU")
-    random = np.random.default_rng(2)
-    values = random.standard_normal((vocabulary, hidden)).astype(np.float16)
-    token_ids = random.integers(-1, vocabulary + 1, (1, tokens)).astype(np.int32)
-    ends = [vocabulary * rank // count for rank in range(count + 1)]
-    with opened_ranks([gpu.index for gpu in visible_gpus()][:count]) as ranks:
-        first: Any = ranks.devices[0]
-        pieces = ranks.arrays([values[begin:end] for begin, end in pairwise(ends)])
-        load_kernels(first)
-        angles, start = first.zeros((8, 2), "float32"), first.zeros((1,), "int32")
-        tables = ModelTables(shared_table(first, pieces), angles, start)
-        embeds, cos_sin = (first.zeros((1, tokens, width), "float16") for width in (hidden, 2))
-        inputs = StepInputs(embeds, cos_sin, first.zeros((1, 1, tokens, 0), "bool"), start)
-        first.kernels.prepare_step(tables, on_device(first, token_ids), inputs)
-        found = first.download(embeds)[0]
-        del first.kernels, first.acceptance, first.draft_tree, first.images
-    is_known = (token_ids[0] >= 0) & (token_ids[0] < vocabulary)
-    np.testing.assert_array_equal(found, np.where(is_known[:, None], values[token_ids[0].clip(0, vocabulary - 1)], 0))
