@@ -1,8 +1,9 @@
 """Several GPUs of one machine: the base's steps are shared among ranks, each of which has its weights and states.
 
 The first rank is the backend that everybody sees: what is no step of the base runs on it alone, drafts and encoders
-too, and its stream is the order of all work. A step of the base brings its inputs to the other ranks, whose streams
-branch off for it, and come back behind it; so one captured graph holds the steps of all GPUs.
+too, and its stream is the order of all work. It looks tokens up, in the memory of the rank that has their rows. A step
+of the base brings its inputs to the other ranks, whose streams branch off for it, and come back behind it; so one
+captured graph holds the steps of all GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.rank_memory import RankedArray, RankMemory, RankStreams
+from edgellm.engines.backends.rank_memory import RankedArray, RankMemory, RankStreams, reach_each_other
 from edgellm.engines.backends.rank_weights import RankWeights
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -39,6 +40,7 @@ from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.ranks.launcher import MOST_RANKS
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
+from edgellm.kernels.sampling.launcher import SharedTable
 
 _Found = TypeVar("_Found")
 #: What other ranks need to move accepted rows, and how many numbers of each slot.
@@ -65,7 +67,8 @@ class CudaRanks(CudaBackend):
         if executor != "auto":
             raise EngineError(f"several GPUs share what kernels run: take the executor auto, not {executor}")
         #: Of the base's weights, what each rank has; it refuses what cannot be shared.
-        self._parts = RankWeights(directory, count, (packed or {}).get("base", {}))
+        base = (packed or {}).get("base", {})
+        self._parts = RankWeights(directory, count, base, shares_table=reach_each_other(gpus))
         self.others: list[CudaBackend] = []
         with ExitStack() as opened:
             for rank in range(1, count):
@@ -192,14 +195,20 @@ class CudaRanks(CudaBackend):
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Any]:
-        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own."""
+        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own. A
+        table of embeddings that ranks share is a `SharedTable`."""
         if [spec.name for spec in specs] != [spec.name for spec in decoder_weights(self._directory.config)]:
             return super().load_weights(checkpoint, specs, progress)
-        loaded = self._parts.load(checkpoint, self._ranks, progress)
+        loaded, table = self._parts.load(checkpoint, self._ranks, progress), self._parts.table
         self._loaded_parts = [self._parts.parts(rank, weights) for rank, weights in enumerate(loaded)]
         own = self._loaded_parts
+        self.table_pieces = 1 if table is None else self.gpus  # the first alone looks tokens up
         self.each(lambda rank, backend: backend.load_kernels(own[rank] if rank else loaded[0] | own[0]))
-        return loaded[0]
+        if table is None:
+            return loaded[0]
+        pieces, places = tuple(held[table] for held in loaded), self.empty((self.gpus,), "uint64")
+        self.upload(places, np.array([piece.pointer for piece in pieces], np.uint64))
+        return loaded[0] | {table: SharedTable(pieces, places)}
 
     def weight(self, rank: int, name: str) -> Any:
         """A rank's part of a loaded weight of the base."""

@@ -31,6 +31,12 @@ WAIT_SECONDS = 30.0
 _AT_A_TIME = 16
 
 
+def reach_each_other(gpus: Sequence[int]) -> bool:
+    """Whether kernels on GPUs of these indices are to use each other's memory, and can."""
+    asked = os.environ.get(BY_NCCL) == "1"
+    return not asked and all(one == other or reaches(one, other) for one, other in permutations(gpus, 2))
+
+
 class RankMemory:
     """Inboxes and flags of ranks on devices, of which several may be the same, and whether one has waited in vain.
 
@@ -42,8 +48,8 @@ class RankMemory:
         count = len(devices)
         self._devices, self._seconds = devices, wait_seconds
         self._failure: str | None = None
-        asked = os.environ.get(BY_NCCL) == "1"
-        together = not asked and all(_use_memory(one, other) for one, other in permutations(devices, 2))
+        together = reach_each_other([device.gpu.index for device in devices])
+        together = together and all(_use_memory(one, other) for one, other in permutations(devices, 2))
         self._missed = devices[0].host_visible((count, 2), "uint32")
         self._arrays = [self._of_rank(device, count) for device in devices]
         for device in devices:
@@ -120,8 +126,6 @@ def _use_memory(one: CudaDevice, other: CudaDevice) -> bool:
     """Whether kernels of one device may use the other's memory, which is made possible."""
     if one.gpu.index == other.gpu.index:
         return True
-    if not reaches(one.gpu.index, other.gpu.index):
-        return False
     from cuda.bindings import driver
 
     with other.current():

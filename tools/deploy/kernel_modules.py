@@ -144,7 +144,8 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     prefill += [prompt_kernel(name, dtype, tiling, 3).source for tiling in TILINGS for name in names]
     adapted = ((name, tiling) for name in names[:3] for tiling in (TILINGS[0], last))
     prefill += [prompt_kernel(name, dtype, tiling, 2, adapted=True).source for name, tiling in adapted]
-    packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
+    tables = EmbeddingTable(1, 4), EmbeddingTable(pieces=2), EmbeddingTable(1, 4, 2)  # of int8, and of two GPUs
+    packed = [source(dtype, table) for table in tables for source in (step_source, tree_source)]
     every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source, ranks_source)]
     return drawing + prefill + packed + every
 
