@@ -37,6 +37,7 @@ class SoundFeatures:
         self._logarithms = backend.empty((self._room, mel.part, mel.bins), "float32")
         #: Where the latest parts are, and their loudest, by digest; the oldest first.
         self._kept: dict[str, tuple[int, float]] = {}
+        self._free = [*range(self._room)]
         self._samples = backend.host_visible((_BATCH, part_samples(mel.part, mel.hop, mel.size)), "float32")
         self._maxima = backend.host_visible((_BATCH, -(-mel.part // TILE)), "float32")
         #: After which the latest batch was measured.
@@ -52,10 +53,10 @@ class SoundFeatures:
         """Set `target`, of the program's shape, to the features of windows side by side, as many as a run has, in order
         with the backend's other work."""
         own, loudest = piece.windows(first, last), self._loudest(piece)
-        slots, frames = self._slots_of(own), sum(part.count for part in own)
+        slots = self._uploaded(self._slots, self._slots_of(own))
+        frames = sum(part.count for part in own)
         placing = Placing(frames, self._group, float(np.float32(loudest) - _RANGE), not self._mel.frame)
-        features = target.reshape(-1)
-        self._backend.sound_kernels.place_features(self._logarithms, self._uploaded(self._slots, slots), placing, features)
+        self._backend.sound_kernels.place_features(self._logarithms, slots, placing, target.reshape(-1))
 
     def _loudest(self, piece: PreparedAudio) -> float:
         """Of all parts, the largest logarithm; -inf where features are not measured by it."""
@@ -89,8 +90,7 @@ class SoundFeatures:
         for place, part in enumerate(parts):
             samples[place, : len(part.samples)] = part.samples
             samples[place, len(part.samples) :] = 0
-            used = len(kept) + len(slots)
-            slots.append(used if used < self._room else kept.pop(next(iter(kept)))[0])
+            slots.append(self._free.pop() if self._free else kept.pop(next(iter(kept)))[0])
         counts = self._uploaded(self._counts, [part.count for part in parts])
         arguments = counts, self._uploaded(self._slots, slots), self._tables, self._logarithms, self._maxima[:count]
         backend.sound_kernels.measure_sounds(self._samples[:count], *arguments)

@@ -46,6 +46,7 @@ class AudioEncoder:
         self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
         self._cache: RecentlyUsed[str, MediaEmbeddings] = RecentlyUsed(AUDIO_CACHE_BYTES, attrgetter("nbytes"))
         self._weights: dict[str, Array] = {}
+        self._features: SoundFeatures | None = None
         #: Inputs and outputs of engines, by their shape: of one where these are fixed.
         self._arrays: dict[EngineShape, dict[str, Array]] = {}
         #: What it takes in bytes, by name.
@@ -63,7 +64,7 @@ class AudioEncoder:
         silence = Sound(self.mel.rate, np.zeros(self.config.window_frames * self.mel.hop, np.float32))
         piece = silence.prepared(self.mel, self.config)
         for _ in range(2 if self._backend.fixed_shapes else 0):  # the second run is captured, before one waits for it
-            self._encoded(piece, 0, 0, self._features.digests(piece)[:1])
+            self._encoded(piece, 0, 0, self._measuring.digests(piece)[:1])
 
     def prepare(self, reference: MediaReference) -> PreparedAudio:
         with at_place(reference.name, AudioError):
@@ -79,7 +80,7 @@ class AudioEncoder:
         """The rows of each window of each piece; those of windows that are not known are computed."""
         started, found, reused = time.perf_counter(), list[MediaEmbeddings](), 0
         for piece in pieces:
-            digests = self._features.digests(piece)
+            digests = self._measuring.digests(piece)
             known = [self._cache.find(digest) for digest in digests]
             reused += None not in known
             for first, last in _unknown(known, self.config.lead_windows, self.config.run_windows):
@@ -101,7 +102,12 @@ class AudioEncoder:
         self._steps.clear()
         self._engines.clear()
         self._arrays.clear()
-        self._weights = {}
+        self._weights, self._features = {}, None
+
+    @property
+    def _measuring(self) -> SoundFeatures:
+        assert self._features is not None  # it was loaded
+        return self._features
 
     def _encoded(self, piece: PreparedAudio, lead: int, first: int, digests: Sequence[str]) -> list[MediaEmbeddings]:
         """The rows of a piece's windows from the `first` on, as many as `digests`, each in memory of its own; the run
@@ -117,7 +123,7 @@ class AudioEncoder:
         arrays = self._arrays[shape]
         bindings = lambda: {**self._weights, **arrays}  # noqa: E731
         engine = self._engines.bound(shape, slice(0, 1), bindings, keep=backend.fixed_shapes)
-        self._features.write(piece, lead, last, arrays["features"])
+        self._measuring.write(piece, lead, last, arrays["features"])
         for name, values in audio_inputs(config, shape, frames).items():
             backend.upload(arrays[name], values)
         self._steps.run(shape, {"speech": engine.enqueue})

@@ -1,8 +1,8 @@
 """The contract of the sound kernels: `NumpySounds` defines what they compute, `CudaSounds` computes it.
 
 Features of sounds for encoders of speech, in parts of R frames at most, which are measured alone: P parts of a call,
-each with W samples, and S places (slots) that hold logarithms of parts; B mel bands, Z samples of a frame, K frequencies
-of its transform. A frame's logarithms have the same bits in every part and at every place of it.
+each with W samples, and S places (slots) that hold logarithms of parts; B mel bands, Z samples of a frame, K
+frequencies of its transform, T tiles of a part. A frame's logarithms have the same bits wherever it is measured.
 """
 
 from __future__ import annotations
@@ -87,8 +87,11 @@ class SoundKernels(Protocol):
         logarithms: Annotated[OwnArray, "SRB float32"],
         maxima: Annotated[OwnArray, "PT float32"],
     ) -> None:
-        """Measure the first counts[p] frames of each part, into the slot slots[p] of `logarithms`: to base 10 of powers,
-        natural ones of magnitudes. `maxima` get the largest of each tile of frames, -inf where it has none."""
+        """Measure the first counts[p] frames of each part, into the slot slots[p] of `logarithms`: to base 10 of
+        powers, natural ones of magnitudes. `maxima` get the largest of each tile of frames, -inf where it has none.
+
+        The twin sums in float64, a GPU in float32: an amplitude is off by up to 1e-6 of the loudest in its frame.
+        """
 
     @limited(_check_placing)
     def place_features(

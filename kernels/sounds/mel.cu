@@ -1,15 +1,15 @@
-// Log-mel features of sounds: a frame's transform as products with cosines and sines, in which a frame is folded in the
-// middle, so that half of the places are left: even ones and odd ones. Each sum has one order, whatever is beside it. See
-// edgellm.kernels.sounds.contract.
+// Log-mel features of sounds: a frame's transform as products with cosines and sines, for which the places n and
+// transform - n are put together, their sum (even) and their difference (odd), so that half are left. Each sum has one
+// order, whatever is beside it. See edgellm.kernels.sounds.contract.
 #include "shared/ordered_keys.cuh"
 #include "sounds/arguments.cuh"
 
 constexpr unsigned WARP = 32;
 
-// Grid (tiles of frames, parts), a thread for each frequency. Shared memory: even and odd places [K][PITCH] of the tile's frames, which bands' powers
-// take the place of, and its samples.
+// Grid (tiles of frames, parts), a thread for each frequency. Shared memory: even and odd places [K][PITCH] of the tile's frames, which its powers take
+// the place of, and its samples.
 __global__ void measure_sounds(MeasureSoundsArguments a) {
-    extern __shared__ float shared[];
+    extern __shared__ __align__(16) float shared[];
     __shared__ float largest[WARP];
     const MelTables& tables = a.tables;
     const float* window = reinterpret_cast<const float*>(tables.window);

@@ -15,9 +15,11 @@ from edgellm import LLM, SpeechStream
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families.audio_encoders import read_audio
+from edgellm.engines.model import audio
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.errors import AudioError, ContextError
 from edgellm.kernels.sounds.twin import NumpySounds
+from edgellm.multimodal import sound_features
 from edgellm.multimodal.log_mel import MelConfig, Sound, read_mel_config
 from edgellm.multimodal.sound_features import SoundFeatures
 
@@ -74,6 +76,20 @@ def test_what_is_new_alone_is_measured_and_held(rate: int, monkeypatch: pytest.M
         features.write(piece, len(piece.frames) - 1, len(piece.frames), room)
         assert sum(measured) <= 2 * RATE // mel.hop and len(growing._tail) < 2.1 * rate
     assert growing.count == 40 * rate
+
+
+@pytest.mark.parametrize("name", ["qwen3_asr", "gemma4"])
+def test_what_was_measured_too_long_ago_is_measured_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is room for a run alone, and batches are shorter than that."""
+    (mel, config), samples = configs(name), sound(14.3)
+    piece = Sound(RATE, samples).prepared(mel, config)
+    expected = features_of(piece, mel, config)
+    monkeypatch.setattr(audio, "_KEPT_PARTS", 1)
+    monkeypatch.setattr(sound_features, "_BATCH", 3)
+    assert config.kept_parts < len(piece.parts)
+    again = Sound(RATE, samples).prepared(mel, config)
+    np.testing.assert_array_equal(features_of(again, mel, config), expected)
+    np.testing.assert_array_equal(features_of(piece, mel, config), expected)  # whose loudest is known
 
 
 def test_a_call_that_fails_has_heard_nothing(speech_engines: Path) -> None:

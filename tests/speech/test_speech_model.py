@@ -340,7 +340,7 @@ def test_kernels_and_memory_of_the_encoder_are_prepared(speech_engines: Path) ->
     gpu, weights = absent_gpu("sm_87", 16, SHARED_MEMORY["sm_87"]), WeightLayouts.dense(directory.models)
     modules = needed_modules(directory.models, directory.limits, "float16", weights, gpu)
     names = {module.name for module in modules}
-    assert {"encoder_unfold_float32_float16", "encoder_unfold_float16_float16"} <= names
+    assert {"encoder_unfold_float32_float16", "encoder_unfold_float16_float16", "sounds"} <= names
     memory = directory_facts(speech_engines, False)["memory"]
     parameters = sum(math.prod(spec.shape) for spec in model_weights(directory.models["audio"]))
     assert memory["audio weights"] == 2 * parameters
