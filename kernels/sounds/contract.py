@@ -51,26 +51,20 @@ def part_samples(frames: int, hop: int, size: int) -> int:
 
 
 def _check_measure(sizes: dict[str, Any]) -> str | None:
-    transform, hop = sizes["tables.transform"], sizes["tables.hop"]
-    if sizes["K"] > MOST_FREQUENCIES:
-        return f"K = {sizes['K']} frequencies; expected at most {MOST_FREQUENCIES}"
-    if sizes["K"] != transform // 2 + 1 or not 0 < hop <= sizes["Z"] <= transform:
-        return f"transforms of {transform}, K = {sizes['K']}, Z = {sizes['Z']}, hop {hop}: these do not fit together"
-    samples, tiles = part_samples(sizes["R"], hop, sizes["Z"]), -(-sizes["R"] // TILE)
+    frequencies, size, transform, hop = sizes["K"], sizes["Z"], sizes["tables.transform"], sizes["tables.hop"]
+    if frequencies != transform // 2 + 1 or frequencies > MOST_FREQUENCIES or not 0 < hop <= size <= transform:
+        found = f"transforms of {transform}, K = {frequencies}, Z = {size}, hop {hop}"
+        return f"{found}: expected at most {MOST_FREQUENCIES} frequencies, hop <= Z <= transform"
+    samples, tiles = part_samples(sizes["R"], hop, size), -(-sizes["R"] // TILE)
     if (sizes["W"], sizes["T"]) != (samples, tiles):
         return f"W = {sizes['W']} samples, T = {sizes['T']} tiles; expected {samples}, {tiles} for R = {sizes['R']}"
-    wrong = {name: sizes[name] for name in ("tables.window", "tables.filters") if sizes[name][:5] != "float"}
-    if wrong or sizes["tables.window"] != sizes["tables.filters"]:
-        return "window and filters are of other dtypes than float32, or float64 for the twin"
     return f"P = {sizes['P']} parts; expected at most {MAXIMUM_ROWS}" if sizes["P"] > MAXIMUM_ROWS else None
 
 
 def _check_placing(sizes: dict[str, Any]) -> str | None:
     frames, chunk, room = sizes["placing.frames"], sizes["placing.chunk"], sizes["N"] // sizes["B"]
-    if chunk < 1 or sizes["N"] % (sizes["B"] * max(1, chunk)):
-        return f"features have N = {sizes['N']} values; expected whole chunks of {chunk} frames"
-    if not 0 <= frames <= min(room, sizes["P"] * sizes["R"]):
-        return f"{frames} frames of P = {sizes['P']} parts of R = {sizes['R']}, with room for {room}"
+    if chunk < 1 or sizes["N"] % (sizes["B"] * chunk) or not 0 <= frames <= min(room, sizes["P"] * sizes["R"]):
+        return f"{frames} frames in chunks of {chunk}, room for {room}, P = {sizes['P']} parts of R = {sizes['R']}"
     return None
 
 

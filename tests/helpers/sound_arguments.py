@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,12 @@ import numpy as np
 from edgellm.kernels.sounds.contract import TILE, part_samples
 from edgellm.multimodal.log_mel import MelConfig, mel_tables
 
-#: Qwen3-ASR's, Voxtral's and Qwen2-Audio's are Whisper's; the last one is none that is published.
-FAMILIES = {
-    "whisper": MelConfig(16000, 400, 160, 8000, 128),
-    "gemma4": MelConfig(16000, 512, 160, 161, 128, 1, 320),
-    "odd": MelConfig(16000, 401, 133, 8000, 20),
-}
+#: Qwen3-ASR's, Voxtral's and Qwen2-Audio's are Whisper's.
+FAMILIES = {"whisper": MelConfig(16000, 400, 160, 8000, 128), "gemma4": MelConfig(16000, 512, 160, 161, 128, 1, 320)}
 
 
-def measuring(mel: MelConfig, samples: np.ndarray, counts: Sequence[int]) -> list[Any]:
-    """Those of `measure_sounds` of parts of so many frames one behind the other, of samples that are long enough; the
-    last part is at the first of more slots than parts, and what is not measured is NaN."""
+def measuring(mel: MelConfig, samples: np.ndarray, counts: list[int]) -> list[Any]:
+    """Those of `measure_sounds`, of parts of so many frames one behind the other, into slots of the reverse order."""
     given = np.zeros((len(counts), part_samples(mel.part, mel.hop, mel.size)), np.float32)
     for part, count in enumerate(counts):
         own = samples[part * mel.part * mel.hop :][: part_samples(count, mel.hop, mel.size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -13,10 +14,12 @@ from safetensors.numpy import load_file
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.families.audio_encoders import read_audio
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.media.audio import AudioEncoder
-from edgellm.multimodal.log_mel import MelConfig, PreparedAudio
+from edgellm.multimodal.log_mel import MelConfig, PreparedAudio, read_mel_config
 from edgellm.multimodal.sound_features import SoundFeatures
 
 #: What float32 sums in another order differ by, of numbers around 1.
@@ -42,6 +45,13 @@ def encoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(AudioEncoder, "_encoded", counting)
     return frames
+
+
+def mel_of(name: str) -> tuple[MelConfig, AudioConfig]:
+    """How the golden model of that name measures sound, and its encoder."""
+    with closing(Checkpoint.open(CHECKPOINTS[name])) as checkpoint:
+        config = read_audio(checkpoint)
+    return read_mel_config(CHECKPOINTS[name], config), config
 
 
 def features_of(piece: PreparedAudio, mel: MelConfig, config: AudioConfig) -> np.ndarray:

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from speech_models import CHECKPOINTS, features_of
+from speech_models import features_of, mel_of
 from synthetic_sound import RATE, sound
 
 from edgellm import LLM, SpeechStream
 from edgellm.engines.backends.numpy_backend import NumpyBackend
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.families.audio_encoders import read_audio
 from edgellm.engines.model import audio
-from edgellm.engines.model.audio import AudioConfig
 from edgellm.errors import AudioError, ContextError
 from edgellm.kernels.sounds.twin import NumpySounds
 from edgellm.multimodal import sound_features
-from edgellm.multimodal.log_mel import MelConfig, Sound, read_mel_config
+from edgellm.multimodal.log_mel import Sound
 from edgellm.multimodal.sound_features import SoundFeatures
 
 SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
-
-
-def configs(name: str) -> tuple[MelConfig, AudioConfig]:
-    with closing(Checkpoint.open(CHECKPOINTS[name])) as checkpoint:
-        config = read_audio(checkpoint)
-    return read_mel_config(CHECKPOINTS[name], config), config
 
 
 @pytest.mark.parametrize("rate", [16000, 8000, 44100, 11025])
 @pytest.mark.parametrize("name", ["qwen3_asr", "voxtral", "qwen2_audio", "gemma4"])
 def test_a_growing_sound_has_the_features_of_the_whole(name: str, rate: int) -> None:
     """To the bit, whatever the pieces are; a failure of one changes nothing."""
-    (mel, config), samples = configs(name), sound(4.7, rate)
+    (mel, config), samples = mel_of(name), sound(4.7, rate)
     samples[2 * rate : 3 * rate] = 0
     growing, place, sizes = Sound(rate), 0, [1, 2, 399, 0, 1601, 7999, *[rate // 2] * 20]
     for size in sizes:
@@ -63,7 +53,7 @@ def test_what_is_new_alone_is_measured_and_held(rate: int, monkeypatch: pytest.M
         own(kernels, samples, counts, *given)
 
     monkeypatch.setattr(NumpySounds, "measure_sounds", counting)
-    (mel, config), growing = configs("qwen3_asr"), Sound(rate)
+    (mel, config), growing = mel_of("qwen3_asr"), Sound(rate)
     backend: Any = NumpyBackend(cast(Any, None))
     features = SoundFeatures(backend, mel, config)
     room = np.zeros((config.window_chunks, config.mel_bins, config.chunk_frames), np.float32)
@@ -81,7 +71,7 @@ def test_what_is_new_alone_is_measured_and_held(rate: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["qwen3_asr", "gemma4"])
 def test_what_was_measured_too_long_ago_is_measured_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is room for a run alone, and batches are shorter than that."""
-    (mel, config), samples = configs(name), sound(14.3)
+    (mel, config), samples = mel_of(name), sound(14.3)
     piece = Sound(RATE, samples).prepared(mel, config)
     expected = features_of(piece, mel, config)
     monkeypatch.setattr(audio, "_KEPT_PARTS", 1)
