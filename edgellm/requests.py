@@ -186,7 +186,7 @@ class Request:
         given: dict[str, Any] = {**options}
         check_keywords(given, (*_SAMPLING, *cls.__dataclass_fields__))
         if sampling := {name: given.pop(name) for name in _SAMPLING if name in given}:
-            params = replace(params or SamplingParams(), **sampling)
+            params = SamplingParams(**sampling) if params is None else replace(params, **sampling)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return cls(prompt, messages, params, adapter, **given)

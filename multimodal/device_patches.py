@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backends.base import Backend, Transfer, uploaded
+from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.errors import ImageError
 from edgellm.engines.formats.tensors import convert
 from edgellm.engines.recently_used import RecentlyUsed
+from edgellm.engines.runners.encoder_host import EncoderHost
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
 from edgellm.multimodal import image_layout
@@ -45,13 +46,10 @@ class DevicePatches:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self._backend, self._host = backend, EncoderHost(backend)
         self._tables: RecentlyUsed[_Key, _Tables | None] = RecentlyUsed(_KEPT_TABLES)
         self._latest: deque[_Key] = deque(maxlen=_KEPT_TABLES)
         self._buffers: dict[str, Array] = {}
-        #: Host memory that images are copied from, and the latest copy.
-        self._staged = np.empty(0, np.uint8)
-        self._copying: Transfer | None = None
 
     def write(self, image: PreparedImage, target: Array) -> None:
         """Set `target` [N, E] compute to the image's rows, in order with the backend's other work.
@@ -74,7 +72,7 @@ class DevicePatches:
         pixels = self._room("pixels", (*image.size, 3))
         between = self._room("between", (*tables.between, 3))
         for place, frame in enumerate(image.pixels.reshape(-1, *pixels.shape)):
-            self._upload(pixels, frame)
+            self._host.upload("pixels", pixels, frame)
             kernels.resample(pixels, tables.first, between)
             grid = PatchGrid(layout.patch_size, layout.merge_size, place)
             kernels.resample_to_patches(between, tables.second, tables.values, grid, target)
@@ -83,17 +81,7 @@ class DevicePatches:
         """Let go of all memory."""
         self._tables.clear()
         self._buffers.clear()
-        self._staged, self._copying = np.empty(0, np.uint8), None
-
-    def _upload(self, pixels: Array, frame: np.ndarray) -> None:
-        """Set `pixels` [H, W, 3] from a frame. From memory that is not pinned the host might wait for what runs."""
-        if self._copying is not None:
-            self._copying.wait()
-        if self._staged.size < frame.size:
-            self._staged = self._backend.host_memory(frame.size)
-        values = self._staged[: frame.size].reshape(1, len(frame), -1)
-        values[:] = frame.reshape(values.shape)
-        self._copying = self._backend.upload_rows(pixels.reshape(*values.shape), values, len(frame))
+        self._host = EncoderHost(self._backend)
 
     def _room(self, name: str, shape: tuple[int, ...]) -> Array:
         """The memory of a name, uint8, which grows with the images."""

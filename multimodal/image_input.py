@@ -115,7 +115,8 @@ def _from_array(array: np.ndarray, channels: Channels) -> np.ndarray:
     _check_pixels(shape[0], shape[1], what)
     pixels = _eight_bits(array.reshape(shape), what)
     if channels == "BGR" and shape[2] >= 3:
-        pixels = pixels[..., [2, 1, 0, *range(3, shape[2])]]
+        # Taken at once they take ten times as long.
+        pixels = np.stack([pixels[..., each] for each in (2, 1, 0, *range(3, shape[2]))], axis=2)
     return _over_white(pixels) if shape[2] == 4 else _three_channels(pixels)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,14 +20,14 @@ class PreparedImage:
     `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width), or the frames [F, H, W, 3] of a part
     of a video; None where its rows were made at once. `layout` says how they become rows. The image stands for `tokens`
     tokens of the language model, of which so many follow each other as `runs` says, where the prompt has others behind
-    each row; none: all do. `digest` is the SHA-256 of the pixels and the layout: equal digests mean equal rows.
+    each row; none: all do. `given_digest` is the `digest`, where it is known.
     """
 
     pixels: np.ndarray | None
     size: Size
     layout: ImageLayout
     tokens: int
-    digest: str
+    given_digest: str | None
     runs: tuple[int, ...] = field(default=(), kw_only=True)
     kind: ClassVar[str] = "image"
 
@@ -35,12 +35,24 @@ class PreparedImage:
     def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int, runs: tuple[int, ...] = ()) -> PreparedImage:
         """Prepare an image [H, W, 3] uint8. One that no device resizes becomes its rows now, where these are smaller:
         it may wait for its turn for long."""
-        size, digest = (pixels.shape[0], pixels.shape[1]), image_digest(pixels, layout)
+        size = pixels.shape[0], pixels.shape[1]
         if math.prod(size) <= MAXIMUM_PIXELS or 4 * layout.patches * layout.patch_elements >= pixels.nbytes:
-            return cls(pixels, size, layout, tokens, digest, runs=runs)
-        image = cls(None, size, layout, tokens, digest, runs=runs)
+            return cls(pixels, size, layout, tokens, None, runs=runs)
+        image = cls(None, size, layout, tokens, image_digest(pixels, layout), runs=runs)
         image.__dict__["patches"] = layout.apply(pixels)
         return image
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of the pixels and the layout: equal digests mean equal rows. Computed when first asked for."""
+        return self.given_digest or image_digest(self.pixels, self.layout)
+
+    @cached_property
+    def sample(self) -> int:
+        """What takes less to know than the digest: where it differs, so does that."""
+        if self.given_digest is not None or self.pixels is None:
+            return hash(self.digest)
+        return hash((self.size, self.layout, self.pixels.reshape(-1)[:: 1 + self.pixels.size // 4096].tobytes()))
 
     @property
     def tiles(self) -> tuple[PreparedImage, ...]:
@@ -65,7 +77,7 @@ class PreparedImage:
         return self.layout.apply(self.pixels)
 
 
-def image_digest(pixels: np.ndarray, layout: ImageLayout) -> str:
+def image_digest(pixels: Any, layout: ImageLayout) -> str:
     """SHA-256 of the pixels [H, W, 3] or [F, H, W, 3] uint8, their size, and how they become rows."""
     digest = hashlib.sha256(f"{pixels.shape} {layout!r}\n".encode())
     digest.update(np.ascontiguousarray(pixels))

@@ -10,16 +10,14 @@ prompt's work is enqueued behind it.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
 import numpy as np
 
-from edgellm.engines.backends.base import Backend, Engine, Timestamp, uploaded
+from edgellm.engines.backends.base import Backend, Engine, uploaded
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineVision
 from edgellm.engines.errors import EngineError, ImageError
@@ -29,8 +27,9 @@ from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
 from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines
+from edgellm.engines.runners.encoder_host import SPARE, EncoderHost
 from edgellm.engines.runners.media import MediaEmbeddings
-from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray, leading
+from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import DevicePatches
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
 from edgellm.multimodal.prepared_image import PreparedImage
@@ -41,19 +40,6 @@ from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
 _KEPT_IMAGES, _MOST_CACHE_BYTES, _MOST_VIDEO_BYTES = 64, 64 << 20, 256 << 20
 #: How many grids' inputs are kept on the device: a camera has one.
 _KEPT_GRIDS = 4
-#: Of so many images the memory of embeddings is kept to be written anew.
-_SPARE = 2
-
-
-class _Lent:
-    """Keeps memory until nobody reads what is in it, then gives it back to be written anew: to free a GPU's memory
-    waits for all of its work."""
-
-    def __init__(self, memory: DeviceArray, spare: deque[DeviceArray]) -> None:
-        self._memory, self._spare = memory, spare
-
-    def __del__(self) -> None:
-        self._spare.append(self._memory)
 
 
 class VisionEngineRunner:
@@ -76,9 +62,8 @@ class VisionEngineRunner:
         a video of so many tokens, at most 256 MiB.
         """
         self.backend, self.config = backend, vision.config
-        #: Images that were known, and that went through the engines, in seconds of the backend's clock. Where nothing
-        #: waits for the device, those of the latest images come with the next.
-        self.cache_hits, self.encoded, self.seconds = 0, 0, 0.0
+        #: Images that were known, and that went through the engines.
+        self.cache_hits, self.encoded, self.host = 0, 0, EncoderHost(backend)
         self._vision, self._image_rows = vision, image_rows
         shapes = [vision_shape(rows) for rows in image_rows]
         self._engines, self._steps = LoadedEngines(backend, shapes), CapturedSteps(backend)
@@ -87,15 +72,14 @@ class VisionEngineRunner:
         self._grids: RecentlyUsed[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = RecentlyUsed(_KEPT_GRIDS)
         self._device_patches = DevicePatches(backend)
         self._position_table: np.ndarray | None = None
-        #: The grid's inputs that engines find in their memory; when images began and ended whose seconds count later.
+        #: The grid's inputs that engines find in their memory.
         self._present: dict[str, Array] = {}
-        self._timed: list[tuple[Timestamp, Timestamp]] = []
-        #: Memory of images' embeddings that nobody reads any more.
-        self._spare: deque[DeviceArray] = deque(maxlen=_SPARE)
         self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes, video_tokens)
         #: Embeddings by the digests of their content.
         self.cache: RecentlyUsed[str, MediaEmbeddings]
         self.cache = RecentlyUsed(self.memory["image embeddings"], attrgetter("nbytes"))
+        #: Samples of images that were encoded: the digest of another is wanted behind its encoder, not in front of it.
+        self.samples: RecentlyUsed[int, int] = RecentlyUsed(1024)
 
     @classmethod
     def open(cls, backend: Backend, directory: EngineDirectory, cache_bytes: int | None = None) -> VisionEngineRunner:
@@ -132,17 +116,19 @@ class VisionEngineRunner:
         """
         if not self._weights:
             raise EngineError("the vision encoder has no weights: call load() first")
-        self._count_seconds()  # the work of those before is done by now
-        known = {image.digest: self.cache.find(image.digest) for image in images}  # before others push them out
+        self.host.count()  # the work of those before is done by now
+        seen = [image.digest for image in images if image.sample in self.samples]
+        known = {digest: self.cache.find(digest) for digest in seen}  # before others push them out
         embeddings: list[MediaEmbeddings] = []
         for image in images:
-            found = known[image.digest]
+            found = known.get(image.digest) if image.sample in self.samples else None
             self.cache_hits += found is not None
             if found is None:
-                found = known[image.digest] = self.cache.keep(image.digest, self._encode(image))
+                with self.host.counted():
+                    found = known[image.digest] = self._encode(image)
+                self.samples.keep(image.sample, image.sample)
+                self.cache.keep(image.digest, found)
             embeddings.append(found)
-        if self.backend.computes_at_once:
-            self._count_seconds()
         return embeddings
 
     def close(self) -> None:
@@ -152,11 +138,10 @@ class VisionEngineRunner:
         self._engines.clear()
         self._grids.clear()
         self._device_patches.close()
-        self._spare.clear()
-        self._weights, self._buffers, self._present, self._timed = {}, {}, {}, []
+        self.host = EncoderHost(self.backend)
+        self._weights, self._buffers, self._present = {}, {}, {}
 
     def _encode(self, image: PreparedImage) -> MediaEmbeddings:
-        began = self.backend.timestamp()
         layout, shape, inputs = self._inputs_of(image.grid)
         if image.tokens != layout.tokens:
             raise ImageError(
@@ -173,14 +158,8 @@ class VisionEngineRunner:
             self._present = inputs
         self._steps.run(shape, {"vision": engine.enqueue})
         embeddings = self._embeddings(image, layout.tokens)
-        self._timed.append((began, self.backend.timestamp()))
         self.encoded += 1
         return embeddings
-
-    def _count_seconds(self) -> None:
-        """Count the seconds of images whose work is done, or wait for it."""
-        self.seconds += sum(end.seconds() - began.seconds() for began, end in self._timed)
-        self._timed.clear()
 
     def _inputs_of(self, grid: Grid) -> tuple[VisionLayout, EngineShape, dict[str, Array]]:
         """Layout, engine shape and what the engine's inputs are that depend on the grid alone."""
@@ -220,13 +199,7 @@ class VisionEngineRunner:
     def _embeddings(self, image: PreparedImage, tokens: int) -> MediaEmbeddings:
         """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
         names, hidden = vision_outputs(self.config), self.config.out_hidden_size
-        size = (len(names), tokens, hidden)
-        memory: Array | None = next((spare for spare in self._spare if spare.shape == size), None)
-        if isinstance(memory, DeviceArray):
-            self._spare.remove(memory)
-        memory = self.backend.empty(size, "compute") if memory is None else memory
-        if isinstance(memory, DeviceArray):
-            memory = replace(memory, owner=_Lent(memory, self._spare))
+        memory = self.host.empty((len(names), tokens, hidden))
         rows = [memory[place : place + 1].reshape(tokens, hidden) for place in range(len(names))]
         for name, own in zip(names, rows, strict=True):
             self.backend.copy(own, leading(self._buffers[name], (tokens, hidden)))
@@ -240,7 +213,7 @@ def vision_memory(
     item, shape = ITEM_SIZES[dtype], vision_shape(image_rows[-1])
     weights = sum(math.prod(spec.shape) for spec in vision_weights(config)) * item
     outputs = len(vision_outputs(config)) * embedding_rows(config, shape) * config.out_hidden_size * item
-    buffers = (1 + _SPARE) * outputs + 2 * 3 * MAXIMUM_PIXELS  # an image's pixels, and those between two resizes
+    buffers = (1 + SPARE) * outputs + 2 * 3 * MAXIMUM_PIXELS  # an image's pixels, and those between two resizes
     for name, (dimensions, kind) in vision_inputs(config, shape).items():
         copies = 1 if name == "patches" else 1 + _KEPT_GRIDS
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])

@@ -6,7 +6,7 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain, compress, islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ from edgellm.defaults import ModelDefaults
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.embedding import refusal_to_answer
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import ContextError, RequestError, TemplateError
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from edgellm.media.encoders import MediaEncoders, PreparedMedia
 
 
-#: Of so many system prompts it is remembered where they end.
+#: Of so many system prompts it is remembered where they end, and what such a conversation's tokens are.
 _MOST_SYSTEM_PROMPTS = 16
 #: From so many tokens on it is worth rendering a new system prompt apart, to know what conversations under it share.
 _LONG_PROMPT = 512
@@ -69,6 +70,8 @@ class Preparation:
         self._capacity, self._warn_once = directory.limits.kv_capacity, cache(warn_of_unread)
         #: The tokens of system prompts by their JSON: few are asked with again and again.
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
+        #: The tokens of conversations that show media: a camera's next frame is asked about alike.
+        self._chats: RecentlyUsed[str, array[int]] = RecentlyUsed(_MOST_SYSTEM_PROMPTS)
         #: How the model calls tools.
         self.tools = ToolCalling(tokenizer, directory.tool_format)
         vocab_size, ends = directory.config.vocab_size, directory.config.eos_token_ids
@@ -201,16 +204,19 @@ class Preparation:
         one token for each image. Raises ContextError early for far too many."""
         tools, variables = request.tools, request.template_variables or {}
         messages = () if request.messages is None else request.messages
-        checked_messages(messages, self._tokenizer.media)  # errors number the messages as they were given
+        checked = checked_messages(messages, self._tokenizer.media)  # errors number the messages as they were given
         may_call = request.choice is not None and request.choice.mode != "none"
         self._check_template_inputs(tools if may_call else None, variables)
-        return self._tokenizer.encode_chat(
-            self._defaults.with_system_prompt(messages),
-            capacity,
-            tools=tools,
-            continue_final_message=request.continue_final_message,
-            **variables,
-        )
+        template, asked = self._tokenizer.chat_template, ""
+        sources = () if template is None or tools or not request.shows_media else template.sources.values()
+        if sources and all(len(each) == 2 for each in checked) and not any("strftime_now" in each for each in sources):
+            asked = json.dumps([*sources, checked, request.continue_final_message, variables])
+        encode = partial(self._tokenizer.encode_chat, self._defaults.with_system_prompt(messages), capacity)
+        also = {"tools": tools, "continue_final_message": request.continue_final_message, **variables}
+        found = self._chats.find(asked) or array("i", encode(**also))
+        if asked:
+            self._chats.keep(asked, found)
+        return found.tolist()
 
     def _check_template_inputs(self, tools: Tools | None, variables: Mapping[str, Any]) -> None:
         """Refuse tools, and report variables, that the chat template never reads."""

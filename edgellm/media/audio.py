@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from operator import attrgetter
 
 import numpy as np
 
@@ -17,9 +15,10 @@ from edgellm.engines.families.programs import model_program, model_weights
 from edgellm.engines.model.limits import EngineShape, audio_shape
 from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines
+from edgellm.engines.runners.encoder_host import SPARE, EncoderHost
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.errors import AudioError
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.metrics import Metrics
 from edgellm.multimodal.audio_input import heard
 from edgellm.multimodal.log_mel import PreparedAudio, Sound, read_mel_config
@@ -44,17 +43,22 @@ class AudioEncoder:
         self.mel = read_mel_config(directory.path, self.config)
         chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
         self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
-        self._cache: RecentlyUsed[str, MediaEmbeddings] = RecentlyUsed(AUDIO_CACHE_BYTES, attrgetter("nbytes"))
+        #: Elements of a window's rows: those of the open one take as much memory, which the next ones are lent.
+        self._window_size = self.config.rows(self.config.window_frames) * self.config.out_hidden_size
         self._weights: dict[str, Array] = {}
         self._features: SoundFeatures | None = None
-        #: Inputs and outputs of engines, by their shape: of one where these are fixed.
+        #: Inputs and outputs of engines, by their shape: of one where these are fixed; what was brought to them last.
         self._arrays: dict[EngineShape, dict[str, Array]] = {}
+        self._present: dict[str, np.ndarray] = {}
         #: What it takes in bytes, by name.
         self.memory: Mapping[str, int] = {}
         if backend is not None:
             self._backend = backend
             self._engines = LoadedEngines(backend, [audio_shape(directory.limits.audio_rows)])
             self._steps = CapturedSteps(backend)
+            each, spare = self._window_size * ITEM_SIZES[backend.compute_dtype], SPARE * self.config.run_windows
+            self._host = EncoderHost(backend, spare)
+            self._cache = RecentlyUsed[str, MediaEmbeddings](AUDIO_CACHE_BYTES - spare * each, lambda rows: each)
             self.memory = audio_memory(self.config, backend.compute_dtype, backend.computes_at_once)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -77,24 +81,23 @@ class AudioEncoder:
         return [*before, *[self.kind.token_id] * piece.tokens, *behind]
 
     def encode(self, pieces: Sequence[PreparedAudio]) -> list[MediaEmbeddings]:
-        """The rows of each window of each piece; those of windows that are not known are computed."""
-        started, found, reused = time.perf_counter(), list[MediaEmbeddings](), 0
+        """The rows of each window of each piece; those that are not known are computed, and nothing waits for that."""
+        self._host.count()  # the work of those before is done by now
+        seconds, found, reused = self._host.seconds, list[MediaEmbeddings](), 0
         for piece in pieces:
             digests = self._measuring.digests(piece)
             known = [self._cache.find(digest) for digest in digests]
             reused += None not in known
             for first, last in _unknown(known, self.config.lead_windows, self.config.run_windows):
                 lead = max(0, first - self.config.lead_windows)
-                known[first:last] = self._encoded(piece, lead, first, digests[first:last])
+                with self._host.counted():
+                    known[first:last] = self._encoded(piece, lead, first, digests[first:last])
             for each in known:
                 assert each is not None
                 found.append(each)
                 self._cache.keep(each.digest, each)
-        if reused < len(pieces):  # the time counts until the rows are there
-            self._backend.synchronize()
-        tokens = sum(piece.tokens for piece in pieces)
-        seconds = time.perf_counter() - started
-        self._metrics.staged("speech", sounds=len(pieces), audio_tokens=tokens, seconds=seconds, reused_sounds=reused)
+        counts = {"sounds": len(pieces), "audio_tokens": sum(piece.tokens for piece in pieces)}
+        self._metrics.staged("speech", **counts, seconds=self._host.seconds - seconds, reused_sounds=reused)
         return found
 
     def close(self) -> None:
@@ -102,7 +105,8 @@ class AudioEncoder:
         self._steps.clear()
         self._engines.clear()
         self._arrays.clear()
-        self._weights, self._features = {}, None
+        self._weights, self._present, self._features = {}, {}, None
+        self._host = EncoderHost(self._backend)
 
     @property
     def _measuring(self) -> SoundFeatures:
@@ -118,6 +122,7 @@ class AudioEncoder:
         shape = audio_shape(whole if backend.fixed_shapes else config.chunk_rows(frames))
         if shape not in self._arrays:
             self._arrays.clear()  # where shapes are many, memory of one is soon made
+            self._present = {}
             program = model_program(config, shape)
             self._arrays[shape] = backend.zeros_side_by_side(program.inputs | program.outputs)
         arrays = self._arrays[shape]
@@ -125,21 +130,18 @@ class AudioEncoder:
         engine = self._engines.bound(shape, slice(0, 1), bindings, keep=backend.fixed_shapes)
         self._measuring.write(piece, lead, last, arrays["features"])
         for name, values in audio_inputs(config, shape, frames).items():
-            backend.upload(arrays[name], values)
+            if values is not self._present.get(name):  # those that are always the same are the same array
+                self._host.upload(name, arrays[name], values)
+                self._present[name] = values
         self._steps.run(shape, {"speech": engine.enqueue})
-        place, found = config.rows((first - lead) * config.window_frames), list[MediaEmbeddings]()
+        place, width = config.rows((first - lead) * config.window_frames), config.out_hidden_size
+        found, flat = list[MediaEmbeddings](), arrays["audio_embeddings"].reshape(-1)
         for count, digest in zip(map(config.rows, piece.frames[first:last]), digests, strict=True):
-            found.append(MediaEmbeddings(self._taken(arrays["audio_embeddings"], place, count), (), digest))
+            rows = self._host.empty((count, width), self._window_size)
+            backend.copy(rows, leading(flat[place * width :], (count, width)))
+            found.append(MediaEmbeddings(rows, (), digest))
             place += count
         return found
-
-    def _taken(self, embeddings: Array, first: int, count: int) -> Array:
-        """So many rows from the `first` one on, in memory of the language model's backend."""
-        width = self.config.out_hidden_size
-        rows = self._backend.empty((count, width), "compute")
-        flat = embeddings.reshape(-1)[first * width : (first + count) * width]
-        self._backend.copy(rows, flat.reshape(count, width))
-        return rows
 
 
 def _unknown(known: Sequence[MediaEmbeddings | None], lead: int, most: int) -> Iterator[tuple[int, int]]:

@@ -62,6 +62,7 @@ class VisionEncoder:
             self._own = open_backend(backend.name, vision_directory, gpu=backend.gpu_index)
         try:
             self._runner = VisionEngineRunner.open(self._own or backend, vision_directory)
+            self._samples = self._runner.samples
         except BaseException:
             if self._own is not None:
                 self._own.close()
@@ -83,7 +84,10 @@ class VisionEncoder:
             return reference.source
         with at_place(reference.name, ImageError):
             source = source_of_url(str(reference.source), "image") if reference.is_url else reference.source
-            return self.processor.prepare(read_image(source, channels=reference.channels))
+            image = self.processor.prepare(read_image(source, channels=reference.channels))
+        if any(tile.sample in self._samples for tile in image.tiles):
+            _ = image.digest  # perhaps it is known: then the engine's thread is not to compute it
+        return image
 
     def written(self, image: PreparedImage | TiledImage, number: int) -> list[int]:
         """The ids of an image in a prompt, with what stands around its parts."""
@@ -101,14 +105,14 @@ class VisionEncoder:
     def encode(self, images: Sequence[PreparedImage | TiledImage]) -> list[MediaEmbeddings]:
         """The embeddings of each part of the images; those that are not known are encoded."""
         counts, tiles = self._runner, [tile for image in images for tile in image.tiles]
-        hits, seconds = counts.cache_hits, counts.seconds
+        hits, seconds = counts.cache_hits, counts.host.seconds
         if self._own is not None:  # memory that it writes anew may still be read
             self._backend.synchronize()
         embeddings = self._runner.encode(tiles)
         if self._own is not None:
             self._own.synchronize()
         found = {"images": len(tiles), "image_tokens": sum(tile.tokens for tile in tiles)}
-        took = {"seconds": counts.seconds - seconds, "reused_images": counts.cache_hits - hits}
+        took = {"seconds": counts.host.seconds - seconds, "reused_images": counts.cache_hits - hits}
         self._metrics.staged("multimodal", **found, **took)
         return embeddings
 

@@ -83,8 +83,8 @@ class SlotSnapshots:
         contents are as good. `contents` then say what the slot holds, and how many rows are reused is the result (0:
         none of a snapshot). A snapshot that proves damaged is dropped, with a warning, and the next best is taken.
         """
-        tokens = prompt_ids if media is None else media.identities(prompt_ids)
-        while (match := self._best_match(prompt_ids, adapter, media)) is not None:
+        while self.store.snapshots() and (match := self._best_match(prompt_ids, adapter, media)) is not None:
+            tokens = prompt_ids if media is None else media.identities(prompt_ids)
             held, states = match.stored.facts.tokens, self._states["base"]
             common = states.cut(held, match.common)
             rows = reusable_rows(common, len(prompt_ids), self._draft_rows(common))

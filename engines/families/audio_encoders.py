@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -182,11 +183,15 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, frames: int) -> dict[s
     if config.family == "qwen2_audio":
         rows = np.arange(shape.tokens, dtype=np.int32)
         return heard | {name: rows[None, first::2].copy() for first, name in enumerate(_PAIRS)}
-    own, half = convolved(config.chunk_frames, config.halvings), config.hidden_size // 2
-    waves = np.exp(-np.log(_LONGEST_WAVE) / (half - 1) * np.arange(half))
-    angles = np.arange(own)[:, None] * waves
-    positions = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
-    return {"position_embeddings": np.tile(positions, (shape.tokens // own, 1))[None]} | heard
+    own = convolved(config.chunk_frames, config.halvings)
+    return {"position_embeddings": _positions(own, shape.tokens // own, config.hidden_size // 2)} | heard
+
+
+@lru_cache(maxsize=4)
+def _positions(rows: int, chunks: int, half: int) -> np.ndarray:
+    """[1, chunks * rows, 2 half] float32: sines, then cosines, of the places of each chunk's rows."""
+    angles = np.arange(rows)[:, None] * np.exp(-np.log(_LONGEST_WAVE) / (half - 1) * np.arange(half))
+    return np.tile(np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32), (chunks, 1))[None]
 
 
 def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:

@@ -169,8 +169,8 @@ class BaseEngineRunner(PrefillingRunner):
         self.sampling.select(one, self._logits[one], drawn, self.sequences(one), self.sampling.plain(one))
         in_order(self.feature_user.take_tokens(one, drawn, self._buffers.row_features(tokens - 1)))()
         self.lengths[slot] = count
-        first = self._emitted.read(one, one)
-        return first if media is None else self.media_rows.checked(slot, first)
+        read = partial(self._emitted.read, one, one)
+        return read() if media is None else self.media_rows.checked(slot, read)
 
     def resume(
         self,

@@ -168,8 +168,9 @@ class PromptMedia:
         if self.prefix:  # what the rows hold depends on all of it
             return [*((self.prefix_digest, index) for index in range(self.prefix)), *identities[self.prefix :]]
         for span in self.spans:
+            digest = span.embeddings.digest
             for index, place in enumerate(span.places):
-                identities[place] = (span.embeddings.digest, index)
+                identities[place] = digest, index
         if not self.goes_on:  # a prompt that has the answer in it has other rows for it
             length = self.positions.shape[1]  # type: ignore[union-attr]
             behind = hash_bytes(canonical_json(["answer", *self.digests]))
@@ -219,8 +220,9 @@ def _spans_of(
     spans: list[MediaSpan] = []
     place = 0
     for number, (each, count) in enumerate(zip(media, counts, strict=True), 1):
-        places = found[place : place + count].tolist()
-        runs = np.diff([0, *(np.flatnonzero(np.diff(places) > 1) + 1), count]).tolist()
+        places, runs = found[place : place + count].tolist(), [count]
+        if places[-1] - places[0] >= count:
+            runs = np.diff([0, *(np.flatnonzero(np.diff(places) > 1) + 1), count]).tolist()
         if tuple(runs) != (each.runs or (count,)):
             raise EngineError(
                 f"the {count} tokens of {name} {number} are interrupted: they follow each other in parts of {runs}, "

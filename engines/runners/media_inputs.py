@@ -7,7 +7,7 @@ from the chunk's place in the prompt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,9 +50,10 @@ class MediaRows:
             before[token] += count
             self._expected[slot] += count
 
-    def checked(self, slot: int, tokens: Readback) -> Readback:
-        """`tokens`, which raise EngineError if the device has inserted other rows for the slot than there are."""
-        return _CheckedTokens(self, slot, tokens, self._backend.read(self._inserted), self._expected[slot])
+    def checked(self, slot: int, read: Callable[[], Readback]) -> Readback:
+        """The tokens that are `read` behind the count of inserted rows; where it is not as expected: EngineError."""
+        inserted, expected = self._backend.read(self._inserted), self._expected[slot]
+        return _CheckedTokens(read(), lambda: self.check(slot, int(inserted.wait()[slot]), expected))
 
     def check(self, slot: int, inserted: int, expected: int) -> None:
         """Raise EngineError if other rows were inserted for the slot than were expected."""
@@ -68,15 +69,12 @@ class MediaRows:
 class _CheckedTokens(NamedTuple):
     """See `MediaRows.checked`."""
 
-    rows: MediaRows
-    slot: int
     tokens: Readback
-    inserted: Readback
-    expected: int
+    check: Callable[[], None]
 
     def wait(self) -> np.ndarray:
         values = self.tokens.wait()
-        self.rows.check(self.slot, int(self.inserted.wait()[self.slot]), self.expected)
+        self.check()
         return values
 
 

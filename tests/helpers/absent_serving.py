@@ -22,7 +22,6 @@ from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.made import CAPTURED, Made
 from edgellm.kernels.sampling.launcher import CudaSampling
 
-_DONE: Any = SimpleNamespace(wait=lambda: None)
 _VIEWED = {"bool": np.bool_}
 
 
@@ -33,9 +32,26 @@ class ServingOnNothing(AbsentBackend):
         gpu = absent_gpu(target, 132, 227 << 10)
         super().__init__(directory.models, directory.limits, directory.dtype, {}, gpu)
         self._directory, self.made, self.capturing = directory, Made(), False
+        #: How much was enqueued, as far as anybody takes note of it; how much of it the host has waited for, how often.
+        self.enqueued = self.reached = self.waits = 0
         self.module.driver.cuMemsetD8Async = lambda *arguments: (0,)  # type: ignore[attr-defined]
         self.kernels = CudaSampling(self._module, self.compute_dtype, self.empty((1 << 30,), "uint8"))
         self._scratch, self._plans = self.empty((0,), "uint8"), None
+
+    def _event(self, value: Callable[[], Any] = lambda: None) -> Callable[[], Any]:
+        """What waits for all that is enqueued by now, unless that was waited for, and gives a value."""
+        self.enqueued += 1
+        place = self.enqueued
+
+        def wait() -> Any:
+            if place > self.reached:
+                self.reached, self.waits = place, self.waits + 1
+            return value()
+
+        return wait
+
+    def synchronize(self) -> None:
+        self._event()()
 
     def free_memory(self) -> tuple[int, int]:
         return 1 << 40, 1 << 40
@@ -54,13 +70,14 @@ class ServingOnNothing(AbsentBackend):
 
     def read(self, array: DeviceArray) -> Any:
         assert not self.capturing, "a readback cannot be captured"
-        return SimpleNamespace(wait=lambda: _ones(array))
+        return SimpleNamespace(wait=self._event(lambda: _ones(array)))
 
     def download(self, array: DeviceArray) -> np.ndarray:
+        self.synchronize()
         return -_ones(array)  # no weight is infinite
 
     def timestamp(self) -> Any:
-        return SimpleNamespace(seconds=time.perf_counter)
+        return SimpleNamespace(seconds=self._event(time.perf_counter))
 
     def signal(self) -> Any:
         return SimpleNamespace(give=lambda: None, wait=lambda: None)
@@ -78,7 +95,7 @@ class ServingOnNothing(AbsentBackend):
         pass
 
     def upload_rows(self, *arguments: Any) -> Any:
-        return _DONE
+        return SimpleNamespace(wait=self._event())
 
     upload_rows_beside = download_rows = upload_rows
 

@@ -49,6 +49,11 @@ class GoldenImage:
     size: tuple[int, int] = (1, 1)
     runs: tuple[int, ...] = ()
 
+    @property
+    def sample(self) -> int:
+        """See `PreparedImage.sample`."""
+        return hash(self.digest)
+
 
 def golden_images(name: str) -> list[GoldenImage]:
     """The images of a golden model."""

@@ -41,7 +41,7 @@ def test_an_image_is_computed_once(runner: VisionEngineRunner, images: list[Gold
     assert again[0] is again[2] is first[1]
     assert again[3] is first[0]
     assert (runner.encoded, runner.cache_hits) == (3, 3)
-    assert runner.seconds > 0
+    assert runner.host.seconds > 0
 
 
 def test_a_repeated_image_in_one_request_is_computed_once_without_a_cache(

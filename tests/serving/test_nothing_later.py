@@ -27,6 +27,8 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.media_inputs import MediaRows
 from edgellm.kernels.made import CAPTURED
+from edgellm.multimodal import prepared_image
+from edgellm.multimodal.log_mel import Sound
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.transcription import transcription_request
 
@@ -120,7 +122,9 @@ def test_gpus_that_share_a_model_make_nothing_later(
 def test_nothing_is_made_for_a_sound_after_opening(
     name: str, on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Windows are encoded in one captured launch, and prompts of every size are prepared while nobody waits."""
+    """Windows are encoded in one captured launch, and prompts of every size are prepared while nobody waits; the host
+    waits for the first token, and before for the loudest of what is new where that matters, and takes no memory for the
+    rows of a sound that goes on."""
     made, dtype = on_nothing(1), "bfloat16" if name == "gemma4" else "float16"
     limits = {"max_batch": 1, "prefill_chunk": 320, "kv_capacity": 512}
     build_engine_directory(CHECKPOINTS[name], tmp_path / "engines", limits, [], dtype)
@@ -137,6 +141,20 @@ def test_nothing_is_made_for_a_sound_after_opening(
             request = transcription_request(name, (sound(seconds), RATE), params=PARAMS)
             assert len(runtime.handle_request(request).token_ids) == 20
         assert (len(backend._engines), set(backend.module.sources), backend.made.counts[CAPTURED]) == before
+        encoder: Any = runtime._media.by_name["audio"]
+        spoken, cache = sound(9.0) / 50, encoder._cache
+        spoken[:400] = np.random.default_rng(0).uniform(-1, 1, 400)  # the loudest: full windows stay as they are
+        windows = len(Sound(RATE, spoken).prepared(encoder.mel, encoder.config).frames)
+        cache.most = 3 * windows * cache._size_of(None)
+        for turn in range(3):
+            heard = Sound(RATE)
+            for part in np.array_split(spoken / (1 + turn), 18):
+                heard = heard.followed_by(part)
+                request = transcription_request(name, heard, params=replace(PARAMS, max_tokens=1))
+                waits, memory = backend.waits, backend._next
+                assert len(runtime.handle_request(request).token_ids) == 1
+                assert backend.waits == waits + (1 if name == "gemma4" else 2)
+                assert turn < 2 or backend._next == memory
 
 
 def test_prompts_of_other_slots_find_their_launches(
@@ -167,7 +185,7 @@ def test_nothing_is_made_for_an_image_after_opening(
     tmp_path: Path,
 ) -> None:
     """Images of every size are encoded in one captured launch, which nothing waits for, and frames take the memory of
-    those that are not kept any more."""
+    those that are not kept any more. The digest of one that nobody saw is computed behind its launch."""
     made, checkpoint = on_nothing(1), make_checkpoint(tmp_path / "checkpoint", 3, **FAMILIES[family])
     limits = EngineLimits(1, prefill_chunk=64, kv_capacity=128, image_rows=(64, 128))
     build_engine_directory(checkpoint, tmp_path / "engines", limits, [])
@@ -181,14 +199,20 @@ def test_nothing_is_made_for_an_image_after_opening(
         with monkeypatch.context() as changed:
             changed.setattr(EncoderEngine, "_launch", None)
             changed.setattr(EncoderEngine, "enqueue", None)
+            digest, run = prepared_image.image_digest, runner._steps.run
+            order: list[str] = []
+            changed.setattr(prepared_image, "image_digest", lambda *given: order.append("digest") or digest(*given))
+            changed.setattr(runner._steps, "run", lambda *given: order.append("encoder") or run(*given))
             for turn in range(12):
                 if turn == 9:  # sizes are known, and what was kept of frames is full
                     before = set(backend.module.sources), backend._next
-                    changed.setattr(backend, "synchronize", None)
                 for size in ((40, 30), (60, 50)):
                     image = np.full((*size, 3), turn, np.uint8)
                     shown = [{"type": "image", "image": image}, {"type": "text", "text": "What is this?"}]
-                    runtime.handle_request(Request(messages=[{"role": "user", "content": shown}], params=PARAMS))
+                    waits, params = backend.waits, PARAMS if turn < 9 else replace(PARAMS, max_tokens=1)
+                    runtime.handle_request(Request(messages=[{"role": "user", "content": shown}], params=params))
+                    assert turn < 9 or backend.waits == waits + 1  # for the first token
+            assert order == ["encoder", "digest"] * 24
         assert backend.made.counts[CAPTURED] == captured
         assert (set(backend.module.sources), backend._next) == before
 

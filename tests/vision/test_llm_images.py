@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,6 +142,34 @@ def test_templates_that_want_parts_get_them(llm: LLM) -> None:
         assert llm.chat(messages, PARAMS).usage.prompt_tokens > len(llm.tokenizer.encode_chat(messages))
     finally:
         llm.tokenizer.chat_template = published
+
+
+def test_a_question_is_rendered_once_for_all_frames(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the template tells the time."""
+    rendered: list[str] = []
+    render = ChatTemplate.render
+
+    def noted(*given: Any, **more: Any) -> str:
+        rendered.append(render(*given, **more))
+        return rendered[-1]
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+
+    def counts() -> list[int]:
+        found = []
+        for image, text in ((PIXELS, "What is it?"), (OTHER, "What is it?"), (OTHER, "Where?"), (PIXELS, "Where?")):
+            before = len(rendered)
+            answer = llm.chat([{"role": "user", "content": parts(image, text)}], replace(PARAMS, max_tokens=1))
+            found.append(len(rendered) - before)
+            assert len(answer.token_ids) == 1
+        return found
+
+    source = llm.tokenizer.chat_template.sources["default"]
+    monkeypatch.setattr(llm.tokenizer, "chat_template", ChatTemplate({"default": source + "{# new #}"}, "a test"))
+    assert counts() == [1, 0, 1, 0]
+    timed = ChatTemplate({"default": source + "{{ strftime_now('%H') }}"}, "a test")
+    monkeypatch.setattr(llm.tokenizer, "chat_template", timed)
+    assert counts() == [1, 1, 1, 1]
 
 
 def test_a_prompt_that_is_too_long_with_its_images_is_refused(llm: LLM) -> None:
