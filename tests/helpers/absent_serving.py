@@ -32,7 +32,7 @@ class ServingOnNothing(AbsentBackend):
         gpu = absent_gpu(target, 132, 227 << 10)
         super().__init__(directory.models, directory.limits, directory.dtype, {}, gpu)
         self._directory, self.made, self.capturing = directory, Made(), False
-        #: How much was enqueued, as far as anybody takes note of it; how much of it the host has waited for, how often.
+        #: How much was enqueued, as far as anybody takes note of it; how much of it the host has waited for; how often.
         self.enqueued = self.reached = self.waits = 0
         self.module.driver.cuMemsetD8Async = lambda *arguments: (0,)  # type: ignore[attr-defined]
         self.kernels = CudaSampling(self._module, self.compute_dtype, self.empty((1 << 30,), "uint8"))
