@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Frames of a part at most; how many parts' logarithms are kept at least: two minutes.
+#: Frames of a part at most; how many parts' logarithms are kept at least: a minute or two.
 _PART, _KEPT_PARTS = 100, 128
 
 

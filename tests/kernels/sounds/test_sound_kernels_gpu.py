@@ -103,11 +103,11 @@ def test_a_transcription_has_the_tokens_of_features_of_the_host(
 ) -> None:
     engines: Path = request.getfixturevalue("speech_engines" if name == "qwen3_asr" else f"{name}_engines")
     numpy: Any = NumpyBackend(None)  # type: ignore[arg-type]
-    on_host, tokens = SoundFeatures(numpy, *mel_of(name)), list[Any]()
+    on_host, own, tokens = SoundFeatures(numpy, *mel_of(name)), SoundFeatures.write, list[Any]()
 
     def write(self: SoundFeatures, piece: Any, first: int, last: int, target: Any) -> None:
         values = np.zeros(target.shape, np.float32)
-        on_host.write(piece, first, last, values)
+        own(on_host, piece, first, last, values)
         self._backend.upload(target, values)
 
     for _ in range(2):
