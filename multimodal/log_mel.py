@@ -6,20 +6,20 @@ import hashlib
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from edgellm.engines.errors import AudioError, CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.audio import AudioConfig
+from edgellm.kernels.sounds.contract import MelTables, part_samples
 from edgellm.multimodal.audio_input import heard, resampled, resampling
 from edgellm.multimodal.processor_config import PREPROCESSOR_FILE, PROCESSOR_FILE, processor_values
 
 #: What the published extractor has where the file does not say, and the most that is taken; `min_length` is in samples.
-_SIZES = {"sampling_rate": (16000, 192_000), "n_fft": (400, 16384), "hop_length": (160, 16384)}
+_SIZES = {"sampling_rate": (16000, 192_000), "n_fft": (400, 640), "hop_length": (160, 640)}
 _SIZES |= {"min_length": (8000, 10_000_000), "feature_size": (128, 4096), "n_window": (50, 4096)}
 #: By family.
 _EXTRACTORS = {
@@ -36,18 +36,16 @@ _GEMMA4: Mapping[str, Any] = {
 }
 #: Mel bands reach up to so many Hz; the lower part of the scale is linear (Slaney 1998).
 _HIGHEST, _LINEAR, _LINEAR_MELS, _STEP = 8000.0, 1000.0, 15.0, np.log(6.4) / 27
-#: What is quieter than the loudest by more than so much, in powers of ten, counts as that.
-_RANGE = 8.0
+#: The least power of a band.
+_LEAST = 1e-10
 _NOTHING = np.zeros(0, np.float32)
-#: Frames of a block and of a part at most; how many blocks are kept, as those of silence behind a sound are all alike.
-_BLOCK, _PART, _KEPT_BLOCKS = 200, 100, 4
 
 
 @dataclass(frozen=True)
 class MelConfig:
     """How sound becomes features: its rate in Hz; samples of a Fourier transform, between frames, and of the shortest
     sound; mel bands; samples whose next multiple silence fills a sound up to; and samples of a frame where it is
-    shorter than the transform, as Gemma 4's, whose features are magnitudes."""
+    shorter than the transform, as Gemma 4's, whose features are magnitudes; frames of a part."""
 
     rate: int
     transform: int
@@ -56,7 +54,7 @@ class MelConfig:
     bins: int
     step: int = 1
     frame: int = 0
-    part: int = _PART
+    part: int = 100
 
     @property
     def size(self) -> int:
@@ -64,43 +62,57 @@ class MelConfig:
         return self.frame or self.transform
 
 
-class _Part(NamedTuple):
-    """Some frames of a sound: logarithms [bins, n] float32 of its bands, the largest of them where features are
-    measured by that of the whole sound, and their digest."""
+@dataclass(eq=False)
+class Part:
+    """So many frames (`count`) of a sound, as the float32 `samples` that they are measured of, and the digest of these;
+    the largest of their logarithms, where it is known, if features are measured by that of the whole sound."""
 
-    logarithms: np.ndarray
-    loudest: float
+    samples: np.ndarray
+    count: int
     digest: str
+    loudest: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedAudio:
-    """Sound as its encoder takes it: parts of windows of `window_parts` each, how many `frames` of each window were
-    heard, and its digest; and how many `tokens` they stand for."""
+    """Sound as its encoder measures it: parts of windows of `window_parts` each, how many `frames` of each window were
+    heard, and how many `tokens` they stand for. Rows of `chained` windows follow from those before, too."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
     window_parts: int
     frames: tuple[int, ...]
-    digests: tuple[str, ...]
     tokens: int
+    chained: bool
     kind: str = field(default="audio")
 
     @property
     def digest(self) -> str:
-        """That of all windows."""
-        return hashlib.sha256("".join(self.digests).encode()).hexdigest()
+        """That of all parts."""
+        return _digest(f"{self.frames}", *self._digests(0, len(self.frames)))
 
     @property
     def held_pixels(self) -> int:
         """Its memory as pixels of three bytes, as that of images is bounded."""
-        return sum(each.logarithms.nbytes for each in self.parts) // 3
+        return sum(each.samples.nbytes for each in self.parts) // 3
 
-    def features(self, first: int, last: int) -> np.ndarray:
-        """Those of windows side by side, [bins, F] float32."""
-        own = self.parts[first * self.window_parts : last * self.window_parts]
-        logarithms = np.concatenate([part.logarithms for part in own], axis=1)
-        loudest = np.float32(max(part.loudest for part in self.parts))
-        return (np.maximum(logarithms, loudest - np.float32(_RANGE)) + 4) / 4 if loudest > -np.inf else logarithms
+    def windows(self, first: int, last: int) -> tuple[Part, ...]:
+        """The parts of windows side by side."""
+        return self.parts[first * self.window_parts : last * self.window_parts]
+
+    def window_digests(self, loudest: float) -> list[str]:
+        """What the rows of each window follow from, in a sound of which this is the `loudest`."""
+        digests, before = list[str](), ""
+        for number, count in enumerate(self.frames):
+            digests.append(_digest(f"{before}{loudest} {count} ", *self._digests(number, number + 1)))
+            before = digests[-1] if self.chained else ""
+        return digests
+
+    def _digests(self, first: int, last: int) -> list[str]:
+        return [part.digest for part in self.windows(first, last)]
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
@@ -129,7 +141,7 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
             f"{file}: its sizes do not fit config.json, which has {config.mel_bins} bands and chunks of "
             f"{config.chunk_frames} frames: take both as they were published"
         )
-    return MelConfig(rate, transform, hop, least, bins, step, 0, _part_frames(config))
+    return MelConfig(rate, transform, hop, least, bins, step, 0, config.part_frames)
 
 
 def _gemma4(file: Path, values: Mapping[str, Any], config: AudioConfig) -> MelConfig:
@@ -138,26 +150,21 @@ def _gemma4(file: Path, values: Mapping[str, Any], config: AudioConfig) -> MelCo
             raise UnsupportedModelError(f"{file}: {key} is {as_json(values[key])}, supported is {as_json(expected)}")
     frame, hop = _GEMMA4["frame_length"], _GEMMA4["hop_length"]
     return MelConfig(
-        _GEMMA4["sampling_rate"], _GEMMA4["fft_length"], hop, hop + 1, config.mel_bins, 1, frame, _part_frames(config)
+        _GEMMA4["sampling_rate"], _GEMMA4["fft_length"], hop, hop + 1, config.mel_bins, 1, frame, config.part_frames
     )
-
-
-def _part_frames(config: AudioConfig) -> int:
-    """Frames of a part: windows are whole parts, but for the last."""
-    return next(size for size in range(min(_PART, config.window_frames), 0, -1) if not config.window_frames % size)
 
 
 class Sound:
     """A sound, which may go on, for one model: what is new alone is resampled and measured.
 
-    Features that know all around them stay, and of the samples the last ones, from which others follow.
+    Parts that know all around them stay, and of the samples the last ones, from which others follow.
     """
 
     def __init__(self, rate: int, samples: np.ndarray = _NOTHING) -> None:
         """Samples [N] and their rate in Hz, as `heard` gives them."""
         self.rate, self.count = rate, len(samples)
         #: Samples from the `_first` on, and the parts before the frames that need these.
-        self._tail, self._first, self._final = samples, 0, tuple[_Part, ...]()
+        self._tail, self._first, self._final = samples, 0, tuple[Part, ...]()
 
     def followed_by(self, samples: np.ndarray) -> Sound:
         """This sound, which stays as it is, and more samples, as `heard` takes them, or none. Raises AudioError."""
@@ -172,7 +179,7 @@ class Sound:
         return grown
 
     def prepared(self, mel: MelConfig, config: AudioConfig) -> PreparedAudio:
-        """The sound as the encoder takes it: features of each window, none longer. AudioError where there is none."""
+        """The sound as the encoder measures it, in parts of windows. AudioError where there is none."""
         if not self.count:
             raise AudioError("there is no sound yet: give at least one sample")
         (up, down, reach), back = resampling(self.rate, mel.rate), mel.size // 2
@@ -184,20 +191,15 @@ class Sound:
         first = max(self._first, needed // down * down)
         self._tail, self._first = self._tail[first - self._first :], first
         window, size = config.window_frames, config.window_frames // mel.part
-        measured, loudest = sum(part.logarithms.shape[1] for part in parts), max(part.loudest for part in parts)
+        measured = sum(part.count for part in parts)
         if config.family == "qwen2_audio":  # the silence behind the sound is not; three frames make a token
             measured = max(3, -(-(skipped + len(samples)) // mel.hop))
         frames = tuple(min(window, measured - start) for start in range(0, measured, window))
         frames = tuple(count for count in frames if config.rows(count))
-        digests, before = list[str](), ""
-        for number, count in enumerate(frames):
-            own = "".join(part.digest for part in parts[number * size : (number + 1) * size])
-            digests.append(hashlib.sha256(f"{before}{loudest} {count} {own}".encode()).hexdigest())
-            before = digests[-1] if config.lead_windows else ""
-        return PreparedAudio(parts, size, frames, tuple(digests), sum(map(config.rows, frames)))
+        return PreparedAudio(parts, size, frames, sum(map(config.rows, frames)), config.lead_windows > 0)
 
 
-def _parts(samples: np.ndarray, skipped: int, first: int, mel: MelConfig) -> tuple[_Part, ...]:
+def _parts(samples: np.ndarray, skipped: int, first: int, mel: MelConfig) -> tuple[Part, ...]:
     """Those of the frames of a sound from the `first` on, the beginning of a part. The `samples` [N] are the sound's
     last ones, behind those that are `skipped`, which these frames do not need; at its ends it is mirrored (Gemma 4's:
     silence is before it), and the last frame of those that it has is left out, as published."""
@@ -207,47 +209,12 @@ def _parts(samples: np.ndarray, skipped: int, first: int, mel: MelConfig) -> tup
     behind = _NOTHING if mel.frame else padded[-2 : -back - 2 : -1]
     count = ((length - back - 1) // mel.hop + 1 if mel.frame else length // mel.hop) - first
     padded = np.concatenate((before, padded, behind))[first * mel.hop - skipped :]
-    found, block = list[_Part](), mel.part * max(1, _BLOCK // mel.part)
-    for place in range(0, count, block):
-        last = min(place + block, count) - 1
-        found += _measured(padded[place * mel.hop : last * mel.hop + mel.size].tobytes(), mel)
+    found = list[Part]()
+    for place in range(0, count, mel.part):
+        frames = min(mel.part, count - place)
+        own = padded[place * mel.hop :][: part_samples(frames, mel.hop, mel.size)].copy()
+        found.append(Part(own, frames, hashlib.sha256(own).hexdigest()))
     return tuple(found)
-
-
-@lru_cache(maxsize=_KEPT_BLOCKS)
-def _measured(samples: bytes, mel: MelConfig) -> list[_Part]:
-    """The parts of the frames of float32 `samples`: the power of each transform under a Hann window, summed in mel
-    bands; its logarithm to base 10, from which features follow: at least that of the loudest less 8, plus 4, by 4."""
-    given = np.frombuffer(samples, np.float32).astype(np.float64)
-    frames = np.lib.stride_tricks.sliding_window_view(given, mel.size)[:: mel.hop]
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(mel.size) / mel.size)
-    spectrum = np.fft.rfft(frames * window, mel.transform)
-    if mel.frame:
-        logarithms = np.log(_in_bands(np.abs(spectrum), mel) + _GEMMA4["mel_floor"])
-    else:
-        logarithms = np.log10(np.maximum(_in_bands(spectrum.real**2 + spectrum.imag**2, mel), 1e-10))
-    found = []
-    for first in range(0, len(frames), mel.part):
-        own = np.ascontiguousarray(logarithms[:, first : first + mel.part], np.float32)
-        digest = hashlib.sha256(f"{own.shape}".encode() + own.tobytes()).hexdigest()
-        found.append(_Part(own, -np.inf if mel.frame else float(own.max()), digest))
-    return found
-
-
-def _in_bands(values: np.ndarray, mel: MelConfig) -> np.ndarray:
-    """`mel_filters` times `values` [n, transform / 2 + 1] of n frames: [bins, n]. Of the few frequencies that a band
-    has alone: matrices so small keep BLAS's threads waiting for each other, tens of times as long on busy cores."""
-    starts, places, weights = _triangles(mel)
-    return np.add.reduceat(values.T[places] * weights[:, None], starts, axis=0)
-
-
-@lru_cache(maxsize=4)
-def _triangles(mel: MelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the bands one behind the other: where each begins among its frequencies, one at least, and their weights."""
-    filters = mel_filters(mel)
-    filled = filters > 0
-    filled[:, 0] |= ~filled.any(axis=1)
-    return np.flatnonzero(np.diff(np.nonzero(filled)[0], prepend=-1)), np.nonzero(filled)[1], filters[filled]
 
 
 def mel_filters(mel: MelConfig) -> np.ndarray:
@@ -268,3 +235,23 @@ def mel_filters(mel: MelConfig) -> np.ndarray:
 def _hertz(mels: np.ndarray) -> np.ndarray:
     linear = mels * _LINEAR / _LINEAR_MELS
     return np.where(mels < _LINEAR_MELS, linear, _LINEAR * np.exp(_STEP * (mels - _LINEAR_MELS)))
+
+
+def mel_tables(mel: MelConfig) -> MelTables:
+    """How a checkpoint's sounds are measured, under a Hann window: float64, but for what GPUs alone need."""
+    frequencies = np.arange(mel.transform // 2 + 1)
+    angles = 2 * np.pi / mel.transform * (frequencies[:, None] * frequencies % mel.transform)
+    filters = mel_filters(mel)
+    filled = filters > 0
+    filled[:, 0] |= ~filled.any(axis=1)  # a band has one frequency at least
+    ranges = np.stack((filled.argmax(axis=1), len(frequencies) - filled[:, ::-1].argmax(axis=1)), axis=1)
+    return MelTables(
+        0.5 - 0.5 * np.cos(2 * np.pi * np.arange(mel.size) / mel.size),
+        np.stack((np.cos(angles), np.sin(angles))).astype(np.float32),
+        filters,
+        ranges.astype(np.int32),
+        mel.transform,
+        mel.hop,
+        _GEMMA4["mel_floor"] if mel.frame else _LEAST,
+        mel.frame > 0,
+    )

@@ -22,6 +22,7 @@ from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.metrics import Metrics
 from edgellm.multimodal.audio_input import heard
 from edgellm.multimodal.log_mel import PreparedAudio, Sound, read_mel_config
+from edgellm.multimodal.sound_features import SoundFeatures
 from edgellm.multimodal.sources import source_of_url
 from edgellm.text.messages import MediaReference
 
@@ -29,7 +30,7 @@ from edgellm.text.messages import MediaReference
 class AudioEncoder:
     """The encoder of speech of a model: prepares sounds and encodes them, window by window of its attention.
 
-    Rows of windows that were heard before are kept by the digests of their features: of a sound that has grown, the
+    Rows of windows that were heard before are kept by the digests of their samples: of a sound that has grown, the
     last window alone is encoded anew. Each is a span of the prompt, whose KV rows are reused as those of a text are.
     Opening one checks all of its files. Raises EngineDirectoryError, CheckpointError, UnsupportedModelError.
     """
@@ -45,6 +46,7 @@ class AudioEncoder:
         #: Elements of a window's rows: those of the open one take as much memory, which the next ones are lent.
         self._window_size = self.config.rows(self.config.window_frames) * self.config.out_hidden_size
         self._weights: dict[str, Array] = {}
+        self._features: SoundFeatures | None = None
         #: Inputs and outputs of engines, by their shape: of one where these are fixed; what was brought to them last.
         self._arrays: dict[EngineShape, dict[str, Array]] = {}
         self._present: dict[str, np.ndarray] = {}
@@ -62,9 +64,11 @@ class AudioEncoder:
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         with closing(self._directory.checkpoint()) as checkpoint:
             self._weights = self._backend.load_weights(checkpoint, model_weights(self.config), progress)
-        silence = np.zeros((self.config.mel_bins, self.config.window_frames), np.float32)
+        self._features = SoundFeatures(self._backend, self.mel, self.config)
+        silence = Sound(self.mel.rate, np.zeros(self.config.window_frames * self.mel.hop, np.float32))
+        piece = silence.prepared(self.mel, self.config)
         for _ in range(2 if self._backend.fixed_shapes else 0):  # the second run is captured, before one waits for it
-            self._encoded(silence, self.config.window_frames, ["silence"], 0)
+            self._encoded(piece, 0, 0, self._measuring.digests(piece)[:1])
 
     def prepare(self, reference: MediaReference) -> PreparedAudio:
         with at_place(reference.name, AudioError):
@@ -81,13 +85,13 @@ class AudioEncoder:
         self._host.count()  # the work of those before is done by now
         seconds, found, reused = self._host.seconds, list[MediaEmbeddings](), 0
         for piece in pieces:
-            known = [self._cache.find(digest) for digest in piece.digests]
+            digests = self._measuring.digests(piece)
+            known = [self._cache.find(digest) for digest in digests]
             reused += None not in known
             for first, last in _unknown(known, self.config.lead_windows, self.config.run_windows):
                 lead = max(0, first - self.config.lead_windows)
-                features, frames = piece.features(lead, last), sum(piece.frames[lead:last])
                 with self._host.counted():
-                    known[first:last] = self._encoded(features, frames, piece.digests[first:last], first - lead)
+                    known[first:last] = self._encoded(piece, lead, first, digests[first:last])
             for each in known:
                 assert each is not None
                 found.append(each)
@@ -101,13 +105,19 @@ class AudioEncoder:
         self._steps.clear()
         self._engines.clear()
         self._arrays.clear()
-        self._weights, self._present = {}, {}
+        self._weights, self._present, self._features = {}, {}, None
         self._host = EncoderHost(self._backend)
 
-    def _encoded(self, features: np.ndarray, frames: int, digests: Sequence[str], lead: int) -> list[MediaEmbeddings]:
-        """The rows of the windows of some `digests`, each in memory of its own; `features` have those of `lead` windows
-        before them, too, and `frames` of them were heard."""
-        config, backend = self.config, self._backend
+    @property
+    def _measuring(self) -> SoundFeatures:
+        assert self._features is not None  # it was loaded
+        return self._features
+
+    def _encoded(self, piece: PreparedAudio, lead: int, first: int, digests: Sequence[str]) -> list[MediaEmbeddings]:
+        """The rows of a piece's windows from the `first` on, as many as `digests`, each in memory of its own; the run
+        has those from `lead` on."""
+        config, backend, last = self.config, self._backend, first + len(digests)
+        frames = sum(piece.frames[lead:last])
         whole = self._directory.limits.audio_rows
         shape = audio_shape(whole if backend.fixed_shapes else config.chunk_rows(frames))
         if shape not in self._arrays:
@@ -118,19 +128,19 @@ class AudioEncoder:
         arrays = self._arrays[shape]
         bindings = lambda: {**self._weights, **arrays}  # noqa: E731
         engine = self._engines.bound(shape, slice(0, 1), bindings, keep=backend.fixed_shapes)
-        for name, values in audio_inputs(config, shape, features, frames).items():
+        self._measuring.write(piece, lead, last, arrays["features"])
+        for name, values in audio_inputs(config, shape, frames).items():
             if values is not self._present.get(name):  # those that are always the same are the same array
                 self._host.upload(name, arrays[name], values)
                 self._present[name] = values
         self._steps.run(shape, {"speech": engine.enqueue})
-        starts = range(lead * config.window_frames, frames, config.window_frames)
-        counts = [config.rows(min(config.window_frames, frames - start)) for start in starts]
-        first, width, found = config.rows(starts[0]), config.out_hidden_size, list[MediaEmbeddings]()
-        for count, digest in zip(counts, digests, strict=True):
-            rows, flat = self._host.empty((count, width), self._window_size), arrays["audio_embeddings"].reshape(-1)
-            backend.copy(rows, leading(flat[first * width :], (count, width)))
+        place, width = config.rows((first - lead) * config.window_frames), config.out_hidden_size
+        found, flat = list[MediaEmbeddings](), arrays["audio_embeddings"].reshape(-1)
+        for count, digest in zip(map(config.rows, piece.frames[first:last]), digests, strict=True):
+            rows = self._host.empty((count, width), self._window_size)
+            backend.copy(rows, leading(flat[place * width :], (count, width)))
             found.append(MediaEmbeddings(rows, (), digest))
-            first += count
+            place += count
         return found
 
 

@@ -25,6 +25,7 @@ from edgellm.kernels.made import Made
 from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.recurrent.contract import RecurrentKernels
 from edgellm.kernels.sampling.contract import SamplingKernels
+from edgellm.kernels.sounds.contract import SoundKernels
 from edgellm.kernels.tree.contract import TreeKernels
 
 
@@ -124,6 +125,10 @@ class Backend(Protocol):
     @property
     def image_kernels(self) -> ImageKernels:
         """The kernels of images, loaded when first asked for."""
+
+    @property
+    def sound_kernels(self) -> SoundKernels:
+        """The kernels of sounds, loaded when first asked for."""
 
     def lost(self) -> DeviceLostError | None:
         """What the device has failed with where nothing more can be computed on it; waits for what runs. For who has

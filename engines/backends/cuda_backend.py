@@ -51,6 +51,7 @@ from edgellm.kernels.ranks.launcher import CudaRank
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 from edgellm.kernels.sampling.launcher import CudaSampling
 from edgellm.kernels.sampling.twin import first_not_finite
+from edgellm.kernels.sounds.launcher import CudaSounds
 from edgellm.kernels.tree.launcher import CudaTree
 
 logger = logging.getLogger("edgellm.tensorrt")
@@ -134,6 +135,7 @@ class CudaBackend(CudaDevice):
     recurrent = cached_property(lambda self: CudaRecurrent(self._module))
     acceptance = cached_property(lambda self: CudaAcceptance(self._module, self.kernels))
     image_kernels = cached_property(lambda self: CudaImages(self._module, self.compute_dtype))
+    sound_kernels = cached_property(lambda self: CudaSounds(self._module))
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Uninitialized device memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""

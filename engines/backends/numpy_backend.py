@@ -37,6 +37,7 @@ from edgellm.kernels.images.twin import NumpyImages
 from edgellm.kernels.made import Made
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 from edgellm.kernels.sampling.twin import NumpySampling
+from edgellm.kernels.sounds.twin import NumpySounds
 from edgellm.kernels.tree.twin import NumpyTree
 
 #: Engines of fewer parameters compute on one thread (see `one_blas_thread`).
@@ -133,6 +134,7 @@ class NumpyBackend:
     acceptance = cached_property(lambda self: NumpyAcceptance())
     recurrent = cached_property(lambda self: NumpyRecurrent())
     image_kernels = cached_property(lambda self: NumpyImages())
+    sound_kernels = cached_property(lambda self: NumpySounds())
 
     def lost(self) -> DeviceLostError | None:
         return None

@@ -1,5 +1,5 @@
-"""The modules of kernels that steps may ask for beside those of engines: of plain steps, trees, acceptance, images and
-commits of recurrent states."""
+"""The modules of kernels that steps may ask for beside those of engines: of plain steps, trees, acceptance, images,
+sounds and commits of recurrent states."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.sampling.launcher import CONSTRAINING, DRAWING, EmbeddingTable, finite_source, step_source
+from edgellm.kernels.sounds.launcher import SOUNDS
 from edgellm.kernels.tree.launcher import tree_source
 
 
@@ -33,6 +34,8 @@ def step_modules(
     base = models.get("base")
     if "vision" in models or (isinstance(base, DecoderConfig) and base.media):
         found.append(images_source(dtype))  # the encoder may be that of another directory
+    if "audio" in models:
+        found.append(SOUNDS)
     decoders = [config for config in models.values() if isinstance(config, DecoderConfig)]
     states = recurrent_states([state for config in decoders for state in decoder_states(config)])
     commits = [kernel.source for state in states for kernel in state.commit_kernels()]  # of accepted tokens

@@ -171,27 +171,20 @@ def audio_weights(config: AudioConfig) -> list[WeightSpec]:
     return list(audio_program(config, audio_shape(config.window_rows)).weights.values())
 
 
-def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray, frames: int) -> dict[str, np.ndarray]:
-    """What the program of a shape takes of a window's `features` [bins, F], the first `frames` of which were heard.
-    For Voxtral and Qwen2-Audio their columns are rows, one for each frame. For Qwen3-ASR chunks stand one behind the
-    other, zeros behind the last, and there are the positions of their rows. Of all but Voxtral's it is said which rows
-    are those of sound; of Qwen2-Audio's, which ones make two."""
+def audio_inputs(config: AudioConfig, shape: EngineShape, frames: int) -> dict[str, np.ndarray]:
+    """What the program of a shape takes beside features, the first `frames` of which were heard: of Qwen3-ASR the
+    positions of chunks' rows; of all but Voxtral's, which rows are those of sound; of Qwen2-Audio's, which ones make
+    two."""
     if isinstance(config, ConformerConfig):
-        return conformer_inputs(config, shape, features)
+        return conformer_inputs(config, shape, frames)
     heard = {"attention_mask": (np.arange(shape.tokens) < config.encoded_rows(frames))[None, None, None]}
-    if config.family in _WHISPER:
-        inputs = {"features": np.ascontiguousarray(features.T)[None]}
-        if config.family == "voxtral":
-            return inputs
+    if config.family == "voxtral":
+        return {}
+    if config.family == "qwen2_audio":
         rows = np.arange(shape.tokens, dtype=np.int32)
-        return inputs | heard | {name: rows[None, first::2].copy() for first, name in enumerate(_PAIRS)}
-    bins, own = len(features), convolved(config.chunk_frames, config.halvings)
-    chunks = shape.tokens // own
-    padded = np.pad(features, ((0, 0), (0, chunks * config.chunk_frames - features.shape[1])))
-    return {
-        "features": padded.reshape(bins, chunks, -1).swapaxes(0, 1).reshape(1, -1, 1),
-        "position_embeddings": _positions(own, chunks, config.hidden_size // 2),
-    } | heard
+        return heard | {name: rows[None, first::2].copy() for first, name in enumerate(_PAIRS)}
+    own = convolved(config.chunk_frames, config.halvings)
+    return {"position_embeddings": _positions(own, shape.tokens // own, config.hidden_size // 2)} | heard
 
 
 @lru_cache(maxsize=4)
@@ -202,17 +195,19 @@ def _positions(rows: int, chunks: int, half: int) -> np.ndarray:
 
 
 def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:
-    """Memory in bytes, by name: weights, inputs and output of the longest run, rows that are kept. A backend that
+    """Memory in bytes, by name: weights, inputs and output of the longest run, what is kept of parts of sounds, rows
+    that are kept. A backend that
     `computes_at_once` has no scratch for what is between steps, of which what convolutions read is widest."""
     program = audio_program(config, audio_shape(config.run_rows))
     edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
     everything = sum(math.prod(shape) * item for shape, item in edge)
     weights = sum(math.prod(spec.shape) for spec in program.weights.values()) * ITEM_SIZES[dtype]
+    parts = config.kept_parts * config.part_frames * config.mel_bins * ITEM_SIZES["float32"]
     unfolded = [step.places * step.channels * math.prod(step.kernel) for step in program.steps if type(step) is Unfold]
     widest = max(unfolded) * ITEM_SIZES["float32"] if computes_at_once else 0
     return {
         "audio weights": weights,
-        "audio buffers": everything - weights + widest,
+        "audio buffers": everything - weights + widest + parts,
         "audio embeddings": AUDIO_CACHE_BYTES,
     }
 

@@ -95,17 +95,15 @@ def read_gemma4_audio(top: ConfigFields, prefixes: tuple[str, str]) -> Conformer
     )
 
 
-def conformer_inputs(config: ConformerConfig, shape: EngineShape, features: np.ndarray) -> dict[str, np.ndarray]:
-    """What the program takes of `features` [bins, F]: a row for each band of each frame, zeros behind the last; which
-    rows of the first convolution are those of sound; and waves of distances (Vaswani et al. 2017)."""
-    bins, frames = features.shape
+def conformer_inputs(config: ConformerConfig, shape: EngineShape, frames: int) -> dict[str, np.ndarray]:
+    """What the program takes beside features, of which so many frames are those of sound: which rows of the first
+    convolution are, too; and waves of distances (Vaswani et al. 2017)."""
     half = config.hidden_size // 2
     waves = np.exp(-np.log(_LONGEST_WAVE) / max(1, half - 1) * np.arange(half))
     angles = np.arange(config.past)[:, None] * waves
     heard = np.arange(_FRAMES // 2 * shape.tokens) < convolved(frames, 1)
     return {
-        "features": np.pad(features.T, ((0, _FRAMES * shape.tokens - frames), (0, 0))).reshape(1, -1, 1),
-        "heard": np.repeat(heard, convolved(bins, 1)).astype(np.float32)[None, :, None],
+        "heard": np.repeat(heard, convolved(config.mel_bins, 1)).astype(np.float32)[None, :, None],
         "distances": np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)[None],
     }
 

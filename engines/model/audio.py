@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Frames of a part at most; how many parts' logarithms are kept at least: a minute or two.
+_PART, _KEPT_PARTS = 100, 128
+
 
 @dataclass(frozen=True)
 class AudioConfig:
@@ -47,6 +50,22 @@ class AudioConfig:
     def window_frames(self) -> int:
         """Frames of a full window."""
         return self.chunk_frames * self.window_chunks
+
+    @property
+    def part_frames(self) -> int:
+        """Frames of a part, as which sound is measured: windows are whole parts, but for the last."""
+        return next(size for size in range(min(_PART, self.window_frames), 0, -1) if not self.window_frames % size)
+
+    @property
+    def kept_parts(self) -> int:
+        """How many parts' logarithms are kept, as many at least as the longest run takes."""
+        longest = (self.lead_windows + self.run_windows) * self.window_frames // self.part_frames
+        return max(_KEPT_PARTS, longest)
+
+    @property
+    def group_frames(self) -> int:
+        """Frames of a group of features, whose bands stand one behind the other: the program's order."""
+        return self.chunk_frames if self.family == "qwen3_asr" else 1
 
     @property
     def window_rows(self) -> int:

@@ -3,6 +3,7 @@ kernels' twins."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -198,7 +199,16 @@ def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[Engine
     shape = audio_shape(config.run_rows if whole else config.chunk_rows(frames))
     size = config.mel_bins, frames if config.family not in ("voxtral", "qwen2_audio") else config.window_frames
     features = np.random.default_rng(4).standard_normal(size, np.float32)
-    return shape, random_weights(config, shape) | audio_inputs(config, shape, features, frames)
+    arrays = random_weights(config, shape) | audio_inputs(config, shape, frames)
+    return shape, arrays | {"features": placed(config, shape, features)}
+
+
+def placed(config: AudioConfig, shape: EngineShape, features: np.ndarray) -> np.ndarray:
+    """Features [bins, F] as the program of a shape takes them."""
+    size, _ = model_program(config, shape).inputs["features"]
+    chunks = np.zeros((math.prod(size) // config.mel_bins, config.mel_bins), np.float32)
+    chunks[: features.shape[1]] = features.T
+    return chunks.reshape(-1, config.group_frames, config.mel_bins).swapaxes(1, 2).reshape(size)
 
 
 def random_weights(config: ModelConfig, shape: EngineShape) -> dict[str, np.ndarray]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from golden_files import golden_folder
 from safetensors.numpy import load_file
 
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.families.audio_encoders import read_audio
+from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.media.audio import AudioEncoder
+from edgellm.multimodal.log_mel import MelConfig, PreparedAudio, read_mel_config
+from edgellm.multimodal.sound_features import SoundFeatures
 
 #: What float32 sums in another order differ by, of numbers around 1.
 TOLERANCE = 1e-4
@@ -27,13 +35,36 @@ def expected_speech(name: str = "qwen3_asr") -> dict[str, np.ndarray]:
 
 
 def encoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets the frames of each window that is encoded from now on."""
+    """Gets the frames of each run that is encoded from now on."""
     frames: list[int] = []
     encode = AudioEncoder._encoded
-    monkeypatch.setattr(
-        AudioEncoder, "_encoded", lambda self, *given: frames.append(given[0].shape[1]) or encode(self, *given)
-    )
+
+    def counting(self: AudioEncoder, piece: PreparedAudio, lead: int, first: int, digests: Any) -> Any:
+        frames.append(sum(part.count for part in piece.windows(lead, first + len(digests))))
+        return encode(self, piece, lead, first, digests)
+
+    monkeypatch.setattr(AudioEncoder, "_encoded", counting)
     return frames
+
+
+def mel_of(name: str) -> tuple[MelConfig, AudioConfig]:
+    """How the golden model of that name measures sound, and its encoder."""
+    with closing(Checkpoint.open(CHECKPOINTS[name])) as checkpoint:
+        config = read_audio(checkpoint)
+    return read_mel_config(CHECKPOINTS[name], config), config
+
+
+def features_of(piece: PreparedAudio, mel: MelConfig, config: AudioConfig) -> np.ndarray:
+    """[bins, F] float32 of all windows, as NumPy measures them."""
+    backend: Any = NumpyBackend(cast(Any, None))
+    measuring, size = SoundFeatures(backend, mel, config), config.window_frames
+    found = []
+    for number in range(len(piece.frames)):
+        frames = sum(part.count for part in piece.windows(number, number + 1))
+        target = np.full((-(-size // config.group_frames), config.mel_bins, config.group_frames), np.nan, np.float32)
+        measuring.write(piece, number, number + 1, target)
+        found.append(target.swapaxes(1, 2).reshape(-1, config.mel_bins)[:frames].T)
+    return np.concatenate(found, axis=1)
 
 
 @pytest.fixture(scope="session")

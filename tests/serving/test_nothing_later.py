@@ -126,7 +126,8 @@ def test_nothing_is_made_for_a_sound_after_opening(
     name: str, on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Windows are encoded in one captured launch, and prompts of every size are prepared while nobody waits; the host
-    waits once, for the first token, and takes no memory for the rows of a sound that goes on."""
+    waits for the first token, and before for the loudest of what is new where that matters, and takes no memory for the
+    rows of a sound that goes on."""
     made, dtype = on_nothing(1), "bfloat16" if name == "gemma4" else "float16"
     limits = {"max_batch": 1, "prefill_chunk": 320, "kv_capacity": 512}
     build_engine_directory(CHECKPOINTS[name], tmp_path / "engines", limits, [], dtype)
@@ -155,7 +156,7 @@ def test_nothing_is_made_for_a_sound_after_opening(
                 request = transcription_request(name, heard, params=replace(PARAMS, max_tokens=1))
                 waits, memory = backend.waits, backend._next
                 assert len(runtime.handle_request(request).token_ids) == 1
-                assert backend.waits == waits + 1
+                assert backend.waits == waits + (1 if name == "gemma4" else 2)
                 assert turn < 2 or backend._next == memory
 
 

@@ -32,6 +32,7 @@ FILES = (
     "tests/kernels/acceptance/test_acceptance_gpu.py",
     "tests/kernels/tree/test_tree_gpu.py",
     "tests/kernels/images/test_image_kernels_gpu.py",
+    "tests/kernels/sounds/test_sound_kernels_gpu.py",
     "tests/kernels/decode/test_decode_attention_gpu.py",
     "tests/kernels/decode/test_decode_parameters_gpu.py",
     "tests/kernels/decode/test_tiled_linear_gpu.py",

@@ -7,8 +7,9 @@ Random weights in fp16 (Gemma 4: bf16), batch 1, noise of 60 seconds (`--seconds
 `whole_factor` is the time of `LLM.transcribe` by the sound's length, `stream_factor` that of `SpeechStream.hear` every
 half second, each of whose calls writes five tokens anew and those of half a second more; medians of three sounds and
 one stream, each new.
-`encoder_ms` is the encoder of a whole sound, one window after the other, and `features_ms` its log-mel
-features on the host, both within the first; `call_ms` are calls of the stream: median and longest, after the first.
+`encoder_ms` is the encoder of a whole sound, one window after the other, with its log-mel features; `features_ms` are
+the host's time for its samples and digests, and the device's for its features, all within the first; `call_ms` are
+calls of the stream: median and longest, after the first.
 `drafted_factor` and `drafted_ms` are those of a stream that drafts from what it wrote before, as `edgellm transcribe
 --every` does: the model says the same token always, so that all of it holds, new tokens among it (half a step a call
 that speech would take, too).
@@ -141,14 +142,24 @@ def stream_calls(llm: LLM, seconds: float, seed: int) -> list[float]:
     return spans[1:]
 
 
-def features_seconds(llm: LLM, seconds: float, seed: int) -> float:
-    """Seconds of the features of a sound that was not heard before."""
+def features_seconds(llm: LLM, seconds: float, seed: int) -> tuple[float, float]:
+    """Seconds of the host and of the device for the features of a sound that was not heard before, in parts that are
+    measured one batch after the other; on NumPy both are the host's."""
     assert llm._runtime._media is not None
     encoder: Any = llm._runtime._media.by_name["audio"]
     encoder = encoder if isinstance(encoder, AudioEncoder) else encoder.opened()
     samples, began = noise(seconds, seed), time.perf_counter()
-    Sound(RATE, samples).prepared(encoder.mel, encoder.config)
-    return time.perf_counter() - began
+    piece = Sound(RATE, samples).prepared(encoder.mel, encoder.config)
+    host = time.perf_counter() - began
+
+    def measure(runtime: Any) -> float:
+        started = encoder._backend.timestamp()
+        features, most = encoder._features, encoder._features._room
+        for first in range(0, len(piece.parts), most):
+            features._slots_of(piece.parts[first : first + most])
+        return encoder._backend.timestamp().seconds() - started.seconds()
+
+    return host, llm.call(measure).result()
 
 
 def main() -> None:
@@ -180,7 +191,7 @@ def main() -> None:
         before = llm.metrics()["speech"]["seconds"]
         spans = [whole(llm, seconds, seed) for seed in (1, 2, 3)]
         encoder = (llm.metrics()["speech"]["seconds"] - before) / len(spans)
-        features = statistics.median(features_seconds(llm, seconds, seed) for seed in (4, 5, 6))
+        features = zip(*(features_seconds(llm, seconds, seed) for seed in (4, 5, 6)), strict=True)
         stream_calls(llm, min(seconds, 3 * STEP), 7)
         calls = stream_calls(llm, seconds, 8)
         llm.use_drafting(DraftingConfig(kind="suffix"))
@@ -190,7 +201,8 @@ def main() -> None:
         rounds = getattr(llm.drafting_report, "rounds", None)
     results["whole_factor"] = round(statistics.median(spans) / seconds, 5)
     results["stream_factor"], results["drafted_factor"] = (round(sum(each) / seconds, 5) for each in (calls, drafted))
-    results["encoder_ms"], results["features_ms"] = (round(each * 1000, 2) for each in (encoder, features))
+    results["encoder_ms"] = round(encoder * 1000, 2)
+    results["features_ms"] = [round(statistics.median(each) * 1000, 2) for each in features]
     for name, each in (("call_ms", calls), ("drafted_ms", drafted)):
         results[name] = [round(seconds * 1000, 2) for seconds in (statistics.median(each), max(each))]
     results["drafted_rounds"] = rounds

@@ -30,6 +30,7 @@ from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 from edgellm.kernels.ranks.launcher import ranks_source
 from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel, gates_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
+from edgellm.kernels.sounds.launcher import SOUNDS
 from edgellm.kernels.tree.launcher import tree_source
 
 #: Of attention with sinks: whether several warps share spans, and whether there is a window.
@@ -129,7 +130,7 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
 
 def other_sources(dtype: str) -> list[ModuleSource]:
     """All other modules that a process of a model in a dtype can ask for."""
-    drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
+    drawing = [DRAWING, SOUNDS, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
     shapes = ((64, 1), (64, 2), (128, 1), (256, 1))
     prefill = [heads_kernel(dtype, size).source for size in (64, 128, 256)]
     prefill += [heads_kernel(dtype, 64, source="float32").source, heads_kernel(dtype, 256, True).source]

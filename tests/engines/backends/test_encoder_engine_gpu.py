@@ -16,6 +16,7 @@ from encoder_models import (
     grids_of,
     lengths_of,
     padded_arrays,
+    placed,
     random_encoder,
     random_speech,
     shape_of,
@@ -178,7 +179,8 @@ def test_rows_of_gemma_4_have_the_same_bits_in_a_later_run(gpu: Any, dtype: str)
     lead, cut = config.lead_windows * config.window_rows, 5 * config.window_frames
     shape, arrays = random_speech(config, 4 * config.run_rows, whole=True)
     features = arrays["features"].reshape(-1, config.mel_bins).T
-    later = arrays | audio_inputs(config, shape, features[:, cut:], features.shape[1] - cut)
+    later = arrays | audio_inputs(config, shape, features.shape[1] - cut)
+    later |= {"features": placed(config, shape, features[:, cut:])}
     one, other = (
         OnDevice(gpu, config, shape, each, dtype, "prompt").bits("audio_embeddings", shape.tokens)
         for each in (arrays, later)
