@@ -36,6 +36,7 @@ FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
 #: Where the host waits for the device for less than this share of a plain step, plain steps that were asked for are
 #: slower than others; what these take is seen by a `SAMPLE` of them in each so many.
 LEAST_BLOCKED, SAMPLE, SAMPLED_EACH = 0.3, 6, 96
+LEAST_SAMPLE = 4
 #: How quickly it is followed what rounds save, how long the host waits, and how often a round is found.
 _PACE, _FIND_PACE = 0.1, 0.05
 
@@ -111,11 +112,12 @@ class Learner(Policy):
         """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
         if self.rested_steps:
-            self._count_rests()
+            self._count_rests(self.rested_steps >= LEAST_SAMPLE)
         step = Step(runner, len(sequences), room, ruled)
         self._chosen, self.rest, self.rests_as = self._chosen + 1, 0, (step.batch, ruled)
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
+            self.rest = SAMPLE if self._adaptive and self._ahead else 0
             own = () if begun or self._adaptive else self.own
             fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
             return next(fitting, None), None
@@ -129,7 +131,11 @@ class Learner(Policy):
                 self.account.launched(times.risk(best))
                 self._behind_round = True
                 return best, [each.cut(best) for each in found]
-        plan = self._choice.choose(step, times) if self.own and not begun else None
+        plan = None
+        if self.own and not begun:
+            hidden = self._blocked[ruled] if self._ahead and not waited else 0.0
+            plan = self._choice.choose(step, times, hidden)
+            self._looked += self._choice.took
         if plan is not None:
             self.account.launched(times.risk(plan) if self._adaptive else 0.0)
         else:
@@ -245,8 +251,8 @@ class Learner(Policy):
         """See `Policy`. Without rules there is nothing to weigh an always equal plan against."""
         if not (ruled or self._adaptive or self.looks_up):
             return
-        if self.rested_steps:
-            self._count_rests()
+        if self.rested_steps:  # the host chose while they ran
+            self._count_rests(False)
         batch, looked, self._looked = len(emitted), min(self._looked, 0.9 * seconds), 0.0
         if plan is None or not ruled:  # under rules the host has nothing to do beside a round
             self._blocked[ruled] += _PACE * (blocked - self._blocked[ruled])
@@ -261,7 +267,9 @@ class Learner(Policy):
         self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
-        waited = plan is None and (waited or (ruled and self._is_host_bound(times)))
+        late = self._ahead and seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain
+        self._choice.sample = SAMPLE if late else 1
+        waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
         if plan is not None and plan.is_given:
@@ -270,7 +278,7 @@ class Learner(Policy):
         self.searches[ruled].earn(tokens, (0.0 if is_own else saved) - cost)
         times.record(plan, seconds, waited)
 
-    def _count_rests(self) -> None:
+    def _count_rests(self, learns: bool) -> None:
         """Take notice of the plain steps that were not asked for since this was done last, all at once."""
         steps, seconds, ruled = self.rested_steps, self.rested_seconds, self.rests_as[1]
         self.rested_steps, self.rested_seconds = 0, 0.0
@@ -279,7 +287,8 @@ class Learner(Policy):
         self._choice.ended(None, (), ruled, steps)
         self.account.ended(steps, 0.0, False)
         self.searches[ruled].earn(steps, 0.0)
-        self._times[self.rests_as].record(None, seconds / steps, False, steps)
+        if learns and (times := self._times.get(self.rests_as)):
+            times.record(None, seconds / steps, False, steps)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ REFRESHED = 8
 #: more than this share, and for so many at most: choosing is a hundredth of them then (tools/bench/learner_time.py).
 #: Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
 KEPT, PUT_OFF, MOST_KEPT = 7, 0.25, 128
+CHOOSING_SHARE = 0.005
 #: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
 #: came: rounds of large trees cost most where nothing is known yet.
 SMALL, LARGER = 8, 3
@@ -62,23 +64,32 @@ class OwnPlans:
         #: The options by batch and rules, the fastest first, and how many plain steps have ended since.
         self._rated: dict[tuple[int, bool], list[Option]] = {}
         self._stale = 0
+        self.took, self.cost, self.sample = 0.0, 0.0, 1
 
-    def choose(self, step: Step, times: Seconds) -> DraftPlan | None:
+    def choose(self, step: Step, times: Seconds, hidden: float) -> DraftPlan | None:
         """The plan of the next step: what is in use while it is kept, then what looks best, or a try."""
+        self.took = 0.0
         if not self._adaptive:
             self.current = first_fitting(self._plans, *step)
             return self.current
         if self.kept > 0 and self._kept_for == (step.batch, step.ruled) and step.fits(self.current):
             self.kept -= 1
             return self.current
+        began = time.perf_counter()
         safe = self._safe(step, times)
         best = self._best(safe, step)
         self._kept_for, self.current = (step.batch, step.ruled), best.plan
-        self.kept = KEPT if best.plan is not None else min(MOST_KEPT, int(PUT_OFF * self._undrafted))
+        self.took = max(0.0, time.perf_counter() - began - hidden)
+        self.cost = self.took / times.plain
+        if best.plan is not None:
+            self.kept = KEPT
+        else:
+            self.kept = max(min(MOST_KEPT, int(PUT_OFF * self._undrafted)), min(255, int(self.cost / CHOOSING_SHARE)))
         tried = self._worth_trying([each for each in safe if each is not best], best, step)
         if tried is None:
             return best.plan
-        self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
+        self.explored, self.kept, self._undrafted = self.explored + 1, 0 if tried.plan else self.sample - 1, 0
+        if tried.plan is None: self.current = None
         self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
         return tried.plan
 
@@ -141,9 +152,11 @@ class OwnPlans:
         not pay those since the latest round for what it may lose, else those since the plan was used for what it
         should."""
         for each in others:
-            loss, since = each.risk, self._undrafted
+            loss, since = each.risk + 2 * self.cost, self._undrafted
             if best.plan is not None:
                 loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
+                if each.plan is None:
+                    loss *= self.sample
                 since = self._steps - self._used[each.plan]
             if loss <= TRIES_SHARE * since and step.fits(each.plan):
                 return each
