@@ -135,7 +135,6 @@ class Learner(Policy):
         if self.own and not begun:
             hidden = self._blocked[ruled] if self._ahead and not waited else 0.0
             plan = self._choice.choose(step, times, hidden)
-            self._looked += self._choice.took
         if plan is not None:
             self.account.launched(times.risk(plan) if self._adaptive else 0.0)
         else:
@@ -269,13 +268,14 @@ class Learner(Policy):
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
         late = self._ahead and seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain
         self._choice.sample = SAMPLE if late else 1
+        is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
         if plan is not None and plan.is_given:
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
-        self.searches[ruled].earn(tokens, (0.0 if is_own else saved) - cost)
+        self.searches[ruled].earn(tokens, (saved if is_searched else 0.0) - cost)
         times.record(plan, seconds, waited)
 
     def _count_rests(self, learns: bool) -> None:
@@ -285,10 +285,13 @@ class Learner(Policy):
         self._chosen += steps
         self._rounds[PLAIN] += steps
         self._choice.ended(None, (), ruled, steps)
-        self.account.ended(steps, 0.0, False)
-        self.searches[ruled].earn(steps, 0.0)
-        if learns and (times := self._times.get(self.rests_as)):
+        saved, times = 0.0, self._times.get(self.rests_as)
+        if times is not None and learns:
             times.record(None, seconds / steps, False, steps)
+        elif times is not None:
+            saved = steps - min(seconds / times.plain, LARGEST_SURPRISE * steps)
+        self.account.ended(steps, saved, False)
+        self.searches[ruled].earn(steps, 0.0)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
