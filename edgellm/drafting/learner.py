@@ -131,10 +131,7 @@ class Learner(Policy):
                 self.account.launched(times.risk(best))
                 self._behind_round = True
                 return best, [each.cut(best) for each in found]
-        plan = None
-        if self.own and not begun:
-            hidden = self._blocked[ruled] if self._ahead and not waited else 0.0
-            plan = self._choice.choose(step, times, hidden)
+        plan = self._choice.choose(step, times) if self.own and not begun else None
         if plan is not None:
             self.account.launched(times.risk(plan) if self._adaptive else 0.0)
         else:
@@ -268,6 +265,8 @@ class Learner(Policy):
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
         late = self._ahead and seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain
         self._choice.sample = SAMPLE if late else 1
+        if plan is None:
+            self._choice.hidden = blocked if self._ahead and not waited else 0.0
         is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):

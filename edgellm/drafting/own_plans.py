@@ -27,7 +27,7 @@ REFRESHED = 8
 #: more than this share, and for so many at most: choosing is a hundredth of them then (tools/bench/learner_time.py).
 #: Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
 KEPT, PUT_OFF, MOST_KEPT = 7, 0.25, 128
-CHOOSING_SHARE = 0.005
+CHOOSING_SHARE = 0.0025
 #: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
 #: came: rounds of large trees cost most where nothing is known yet.
 SMALL, LARGER = 8, 3
@@ -64,11 +64,10 @@ class OwnPlans:
         #: The options by batch and rules, the fastest first, and how many plain steps have ended since.
         self._rated: dict[tuple[int, bool], list[Option]] = {}
         self._stale = 0
-        self.took, self.cost, self.sample = 0.0, 0.0, 1
+        self.cost, self.hidden, self.sample = 0.0, 0.0, 1
 
-    def choose(self, step: Step, times: Seconds, hidden: float) -> DraftPlan | None:
+    def choose(self, step: Step, times: Seconds) -> DraftPlan | None:
         """The plan of the next step: what is in use while it is kept, then what looks best, or a try."""
-        self.took = 0.0
         if not self._adaptive:
             self.current = first_fitting(self._plans, *step)
             return self.current
@@ -79,12 +78,11 @@ class OwnPlans:
         safe = self._safe(step, times)
         best = self._best(safe, step)
         self._kept_for, self.current = (step.batch, step.ruled), best.plan
-        self.took = max(0.0, time.perf_counter() - began - hidden)
-        self.cost = self.took / times.plain
+        self.cost = max(0.0, time.perf_counter() - began - self.hidden) / times.plain
         if best.plan is not None:
             self.kept = KEPT
         else:
-            self.kept = max(min(MOST_KEPT, int(PUT_OFF * self._undrafted)), min(255, int(self.cost / CHOOSING_SHARE)))
+            self.kept = max(min(MOST_KEPT, int(PUT_OFF * self._undrafted)), min(511, int(self.cost / CHOOSING_SHARE)))
         tried = self._worth_trying([each for each in safe if each is not best], best, step)
         if tried is None:
             return best.plan

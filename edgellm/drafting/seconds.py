@@ -35,6 +35,7 @@ class Guess(NamedTuple):
     node: float
     chosen: float = 1.0
     read: float = 0.0
+    latency: float = 0.0
 
     def in_one_pass(self) -> Guess:
         """For a draft model that proposes all levels in one pass. It has several layers: not measured, two levels'."""
@@ -54,7 +55,7 @@ class Guess(NamedTuple):
 
 #: Where steps are captured and run ahead, and where they are computed at once. Measured: 1.37 to 2.24 on a board that
 #: is imitated, 1.56 to 2.95 on an H200, 2.9 to 10.7 on a CPU, for chains of 2 to trees of 60.
-CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01), Guess(2.5, 0.2, 0.09)
+CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01, latency=2e-5), Guess(2.5, 0.2, 0.09)
 
 
 class Seconds:
@@ -71,7 +72,7 @@ class Seconds:
     ) -> None:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
         self._terms: dict[DraftPlan | None, tuple[float, Sequence[int]]] = {None: (1.0, (0,))}
-        self._terms |= {plan: (guess.ratio(plan, batch), (1, place)) for place, plan in enumerate(plans, 2)}
+        self._terms |= {plan: (guess.ratio(plan, batch) + guess.latency * (2 + (0 if plan.is_given else plan.steps)) / plain, (1, place)) for place, plan in enumerate(plans, 2)}
         # Of the terms but the load, those of waiting and of all rounds first; they return to the guess, and their
         # variances to these.
         self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
