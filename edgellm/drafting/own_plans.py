@@ -82,7 +82,7 @@ class OwnPlans:
         if best.plan is not None:
             self.kept = KEPT
         else:
-            self.kept = max(min(MOST_KEPT, int(PUT_OFF * self._undrafted)), min(511, int(self.cost / CHOOSING_SHARE)))
+            self.kept = max(min(MOST_KEPT, int(PUT_OFF * self._undrafted)), int(min(511, self.cost * self._account.WINDOW / max(0.1, self._account.left))))
         tried = self._worth_trying([each for each in safe if each is not best], best, step)
         if tried is None:
             return best.plan
