@@ -267,7 +267,7 @@ class Learner(Policy):
         self._choice.sample = SAMPLE if late else 1
         if plan is None:
             self._choice.hidden = blocked if self._ahead and not waited else 0.0
-        is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
+        is_searched = not is_own and (plan is not None or waited or (late and not self.own))
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
@@ -290,7 +290,7 @@ class Learner(Policy):
         elif times is not None:
             saved = steps - min(seconds / times.plain, LARGEST_SURPRISE * steps)
         self.account.ended(steps, saved, False)
-        self.searches[ruled].earn(steps, 0.0)
+        self.searches[ruled].earn(steps, 0.0 if self.own else saved)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
