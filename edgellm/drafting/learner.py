@@ -121,8 +121,8 @@ class Learner(Policy):
             own = () if begun or self._adaptive else self.own
             fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
             return next(fitting, None), None
-        if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
-            self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
+        if self._is_host_bound(times, ruled) and self._chosen >= self._rested_until + SAMPLED_EACH:
+            self._rested_until = self.searches[ruled].begins = self._chosen + SAMPLE
         if known and self._looks(ruled, not (self._missed or waited)):
             asks = not waited or (self._behind_round and not ruled)
             found, best = self._look(step, sequences, asks, waited)
@@ -138,9 +138,9 @@ class Learner(Policy):
             self._take_rest(ruled)
         return plan, None
 
-    def _is_host_bound(self, times: Seconds) -> bool:
+    def _is_host_bound(self, times: Seconds, ruled: bool) -> bool:
         """Whether the device waits for the host, so that looking makes plain steps slower, too."""
-        return self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
+        return self._ahead and self._blocked[ruled] < LEAST_BLOCKED * times.plain
 
     def _take_rest(self, ruled: bool) -> None:
         """Let the loop take plain steps until there is something to look for or to choose."""
@@ -275,7 +275,7 @@ class Learner(Policy):
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
         self.searches[ruled].earn(tokens, (saved if is_searched else 0.0) - cost)
-        times.record(plan, seconds, waited)
+        times.record(plan, seconds, waited, late=late)
 
     def _count_rests(self, learns: bool) -> None:
         """Take notice of the plain steps that were not asked for since this was done last, all at once."""

@@ -96,8 +96,11 @@ class Seconds:
         """What a round may lose, in plain steps, if nothing is accepted."""
         return max(0.0, self.of(plan) / self.plain - 1.0)
 
-    def record(self, plan: DraftPlan | None, seconds: float, waited: bool = False, steps: int = 1) -> None:
-        """Take notice of a finished step, or of several plain ones that took so many seconds on average."""
+    def record(
+        self, plan: DraftPlan | None, seconds: float, waited: bool = False, steps: int = 1, late: bool = False
+    ) -> None:
+        """Take notice of a finished step, or of several plain ones that took so many seconds on average. `late`: the
+        host was late for the device, which says nothing of the load."""
         is_plain = plan is None and not waited
         expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
@@ -106,15 +109,16 @@ class Seconds:
             surprise, learned = limit**2 / surprise, 0.0
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
+        load = 0.0 if late else self._variance
         self._unfaded += steps
         if self._unfaded >= FADED and not is_plain:
             kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
             logs[:] = [kept * log for log in logs]
             pairs = zip(variances, self._first, strict=True)
             variances[:] = [first + kept**2 * (variance - first) for variance, first in pairs]
-        gain = 1.0 / (self._variance + sum([variances[place] for place in places]) + NOISE**2 / steps)
+        gain = 1.0 / (load + sum([variances[place] for place in places]) + NOISE**2 / steps)
         for place in places:
             logs[place] += gain * variances[place] * surprise
             variances[place] -= learned * gain * variances[place] ** 2
-        self._load += gain * self._variance * surprise
-        self._variance -= learned * gain * self._variance**2
+        self._load += gain * load * surprise
+        self._variance -= learned * gain * load**2
