@@ -121,8 +121,8 @@ class Learner(Policy):
             own = () if begun or self._adaptive else self.own
             fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
             return next(fitting, None), None
-        if self._is_host_bound(times, ruled) and self._chosen >= self._rested_until + SAMPLED_EACH:
-            self._rested_until = self.searches[ruled].begins = self._chosen + SAMPLE
+        if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
+            self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
         if known and self._looks(ruled, not (self._missed or waited)):
             asks = not waited or (self._behind_round and not ruled)
             found, best = self._look(step, sequences, asks, waited)
@@ -138,9 +138,9 @@ class Learner(Policy):
             self._take_rest(ruled)
         return plan, None
 
-    def _is_host_bound(self, times: Seconds, ruled: bool) -> bool:
+    def _is_host_bound(self, times: Seconds) -> bool:
         """Whether the device waits for the host, so that looking makes plain steps slower, too."""
-        return self._ahead and self._blocked[ruled] < LEAST_BLOCKED * times.plain
+        return self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
 
     def _take_rest(self, ruled: bool) -> None:
         """Let the loop take plain steps until there is something to look for or to choose."""
@@ -263,11 +263,11 @@ class Learner(Policy):
         self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
-        late = self._ahead and seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain
+        late = bool(self.own) and self._ahead and not ruled and seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain
         self._choice.sample = SAMPLE if late else 1
         if plan is None:
             self._choice.hidden = blocked if self._ahead and not waited else 0.0
-        is_searched = not is_own and (plan is not None or waited or (late and not self.own))
+        is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
@@ -290,7 +290,7 @@ class Learner(Policy):
         elif times is not None:
             saved = steps - min(seconds / times.plain, LARGEST_SURPRISE * steps)
         self.account.ended(steps, saved, False)
-        self.searches[ruled].earn(steps, 0.0 if self.own else saved)
+        self.searches[ruled].earn(steps, 0.0)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
