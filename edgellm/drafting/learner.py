@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from edgellm.drafting.drafter import Choice, Policy
+from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search
@@ -33,10 +33,10 @@ GAIN = 1.2
 #: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
 #: found under rules, as first guesses.
 FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
-#: Where the host waits for the device for less than this share of a plain step, plain steps that were asked for are
-#: slower than others; what these take is seen by a `SAMPLE` of them in each so many.
-LEAST_BLOCKED, SAMPLE, SAMPLED_EACH = 0.3, 6, 96
-LEAST_SAMPLE = 4
+#: Where the host waits for the device for less than this share of a plain step, steps that were asked for are late. What
+#: plain ones take in a row is seen by a `SAMPLE` of them, of which as many as `LEAST` must have ended before the host
+#: chooses again: first of all, where a draft model's plain steps are tried, and under rules in each so many.
+LEAST_BLOCKED, SAMPLE, LEAST, SAMPLED_EACH = 0.3, 6, 4, 96
 #: How quickly it is followed what rounds save, how long the host waits, and how often a round is found.
 _PACE, _FIND_PACE = 0.1, 0.05
 
@@ -112,15 +112,13 @@ class Learner(Policy):
         """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
         if self.rested_steps:
-            self._count_rests(self.rested_steps >= LEAST_SAMPLE)
+            self._count_rests(self.rested_steps >= LEAST)
         step = Step(runner, len(sequences), room, ruled)
         self._chosen, self.rest, self.rests_as = self._chosen + 1, 0, (step.batch, ruled)
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
             self.rest = SAMPLE if self._adaptive and self._ahead else 0
-            own = () if begun or self._adaptive else self.own
-            fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
-            return next(fitting, None), None
+            return first_fitting(() if begun or self._adaptive else self.own, *step), None
         if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
             self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
         if known and self._looks(ruled, not (self._missed or waited)):
@@ -263,10 +261,11 @@ class Learner(Policy):
         self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
-        late = bool(self.own) and self._ahead and not ruled and seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain
+        may_be_late = bool(self.own) and self._ahead and not ruled
+        late = may_be_late and seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain
         self._choice.sample = SAMPLE if late else 1
         if plan is None:
-            self._choice.hidden = blocked if self._ahead and not waited else 0.0
+            self._choice.hidden = 0.0 if waited else blocked
         is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
@@ -275,10 +274,11 @@ class Learner(Policy):
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
         self.searches[ruled].earn(tokens, (saved if is_searched else 0.0) - cost)
-        times.record(plan, seconds, waited, late=late)
+        times.record(plan, seconds, waited, late)
 
     def _count_rests(self, learns: bool) -> None:
-        """Take notice of the plain steps that were not asked for since this was done last, all at once."""
+        """Take notice of the plain steps that were not asked for since this was done last, all at once. Where the host
+        has chosen meanwhile nothing is learned of what they take, but they may have lost time."""
         steps, seconds, ruled = self.rested_steps, self.rested_seconds, self.rests_as[1]
         self.rested_steps, self.rested_seconds = 0, 0.0
         self._chosen += steps
@@ -286,7 +286,7 @@ class Learner(Policy):
         self._choice.ended(None, (), ruled, steps)
         saved, times = 0.0, self._times.get(self.rests_as)
         if times is not None and learns:
-            times.record(None, seconds / steps, False, steps)
+            times.record(None, seconds / steps, steps=steps)
         elif times is not None:
             saved = steps - min(seconds / times.plain, LARGEST_SURPRISE * steps)
         self.account.ended(steps, saved, False)

@@ -27,7 +27,8 @@ class Guess(NamedTuple):
     of each sequence that is verified. What a CPU computes row by row, a GPU hides behind reading the weights.
 
     `chosen` of a mixture's experts are what a token goes through (a share of all of them), and `read` is their share of
-    what a plain step reads: a round takes longer by the further experts that its tokens choose, evenly.
+    what a plain step reads: a round takes longer by the further experts that its tokens choose, evenly. `latency` are
+    seconds that each level, verification and acceptance take however small the model is.
     """
 
     once: float
@@ -41,12 +42,13 @@ class Guess(NamedTuple):
         """For a draft model that proposes all levels in one pass. It has several layers: not measured, two levels'."""
         return self._replace(once=self.once + 2 * self.level, level=0.0)
 
-    def ratio(self, plan: DraftPlan, batch: int) -> float:
-        """For a plan in so many sequences."""
-        levels = 0 if plan.is_given else plan.steps
-        plain, whole = (self._distinct(rows) for rows in (batch, batch * plan.tree_size))
-        experts = self.read * (whole - plain) / (1 - self.read + self.read * plain)
-        return self.once + self.level * levels + self.node * batch * (plan.tree_size - 1) + experts
+    def ratio(self, plan: DraftPlan, batch: int, plain: float = math.inf) -> float:
+        """For a plan in so many sequences, where a plain step takes so many seconds."""
+        levels = 0 if plan.is_given or not self.level else plan.steps
+        least, whole = (self._distinct(rows) for rows in (batch, batch * plan.tree_size))
+        experts = self.read * (whole - least) / (1 - self.read + self.read * least)
+        once = self.once + self.latency * (levels + 2) / plain
+        return once + self.level * levels + self.node * batch * (plan.tree_size - 1) + experts
 
     def _distinct(self, rows: int) -> float:
         """How many times the experts of one token so many go through."""
@@ -72,7 +74,7 @@ class Seconds:
     ) -> None:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
         self._terms: dict[DraftPlan | None, tuple[float, Sequence[int]]] = {None: (1.0, (0,))}
-        self._terms |= {plan: (guess.ratio(plan, batch) + guess.latency * (2 + (0 if plan.is_given else plan.steps)) / plain, (1, place)) for place, plan in enumerate(plans, 2)}
+        self._terms |= {plan: (guess.ratio(plan, batch, plain), (1, place)) for place, plan in enumerate(plans, 2)}
         # Of the terms but the load, those of waiting and of all rounds first; they return to the guess, and their
         # variances to these.
         self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
@@ -97,10 +99,10 @@ class Seconds:
         return max(0.0, self.of(plan) / self.plain - 1.0)
 
     def record(
-        self, plan: DraftPlan | None, seconds: float, waited: bool = False, steps: int = 1, late: bool = False
+        self, plan: DraftPlan | None, seconds: float, waited: bool = False, late: bool = False, steps: int = 1
     ) -> None:
-        """Take notice of a finished step, or of several plain ones that took so many seconds on average. `late`: the
-        host was late for the device, which says nothing of the load."""
+        """Take notice of a finished step, or of several plain ones that took so many seconds on average. Where the host
+        was `late` that says nothing of the load."""
         is_plain = plan is None and not waited
         expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
