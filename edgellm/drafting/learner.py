@@ -33,9 +33,9 @@ GAIN = 1.2
 #: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
 #: found under rules, as first guesses.
 FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
-#: Where the host waits for the device for less than this share of a plain step, steps that were asked for are late. What
-#: plain ones take in a row is seen by a `SAMPLE` of them, of which as many as `LEAST` must have ended before the host
-#: chooses again: first of all, where a draft model's plain steps are tried, and under rules in each so many.
+#: Where the host waits for the device for less than this share of a plain step, steps that it was asked for are late.
+#: What plain ones take in a row is seen by a `SAMPLE`, `LEAST` of which ended before it chose again; under rules there is
+#: one in each so many steps.
 LEAST_BLOCKED, SAMPLE, LEAST, SAMPLED_EACH = 0.3, 6, 4, 96
 #: How quickly it is followed what rounds save, how long the host waits, and how often a round is found.
 _PACE, _FIND_PACE = 0.1, 0.05
@@ -49,7 +49,7 @@ class Learner(Policy):
     is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
     steps are launched ahead, and shapes captured. `in_one_pass`: the draft model proposes all levels at once.
     `experts`: `chosen` and `read` of `Guess`.
-    Deterministic but for the seconds that it is told.
+    Deterministic but for the seconds that it is told, and takes.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Learner(Policy):
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         self.host.open(sequence, prompt_ids)
-        self.account.forget()
+        self.account.risks.clear()
         self._behind_round = False
 
     def close(self, sequence: Drafted) -> None:
@@ -126,12 +126,12 @@ class Learner(Policy):
             found, best = self._look(step, sequences, asks, waited)
             self._missed = begun and best is not None
             if best is not None and not begun:
-                self.account.launched(times.risk(best))
+                self.account.risks.append(times.risk(best))
                 self._behind_round = True
                 return best, [each.cut(best) for each in found]
         plan = self._choice.choose(step, times) if self.own and not begun else None
         if plan is not None:
-            self.account.launched(times.risk(plan) if self._adaptive else 0.0)
+            self.account.risks.append(times.risk(plan) if self._adaptive else 0.0)
         else:
             self._take_rest(ruled)
         return plan, None
@@ -261,8 +261,7 @@ class Learner(Policy):
         self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
-        may_be_late = bool(self.own) and self._ahead and not ruled
-        late = may_be_late and seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain
+        late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
         self._choice.sample = SAMPLE if late else 1
         if plan is None:
             self._choice.hidden = 0.0 if waited else blocked
