@@ -34,8 +34,8 @@ GAIN = 1.2
 #: found under rules, as first guesses.
 FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
 #: Where the host waits for the device for less than this share of a plain step, steps that it was asked for are late.
-#: What plain ones take in a row is seen by a `SAMPLE`, `LEAST` of which ended before it chose again; under rules there is
-#: one in each so many steps.
+#: What plain ones take in a row is seen by a `SAMPLE`, `LEAST` of which ended before it chose again; under rules
+#: there is one in each so many steps.
 LEAST_BLOCKED, SAMPLE, LEAST, SAMPLED_EACH = 0.3, 6, 4, 96
 #: How quickly it is followed what rounds save, how long the host waits, and how often a round is found.
 _PACE, _FIND_PACE = 0.1, 0.05
