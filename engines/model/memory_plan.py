@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,9 @@ from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.decode.contract import MAX_TOKENS
 
 MEBIBYTE = 1 << 20
+#: A control group's limit and use of memory, and what its statistics call pages of files; the same in version 1.
+_GROUP = ("memory.max", "memory.current", "file")
+_OLD_GROUP = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
 
 
 @dataclass
@@ -164,11 +167,34 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
     }
 
 
-def available_memory() -> int | None:
-    """Bytes of RAM that can be allocated without swapping, where the system tells."""
+def available_memory(processes: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes of RAM that can be allocated without swapping, where the system tells: of the machine, or of a container or
+    unit whose limit is closer. `processes` and `groups` are where Linux tells them."""
+    found = list(_left_in_groups(processes / "self/cgroup", groups))
     with suppress(OSError):
-        told = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+        told = re.search(r"^MemAvailable: +(\d+) kB", (processes / "meminfo").read_text("ascii"), re.MULTILINE)
         if told is not None:
-            return int(told[1]) * 1024
+            return min(int(told[1]) * 1024, *found) if found else int(told[1]) * 1024
     pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
     return pages * os.sysconf("SC_PAGE_SIZE") or None
+
+
+def _left_in_groups(own: Path, groups: Path) -> Iterator[int]:
+    """What is left below the limits of this process's control groups, each with those that it is in; pages of files,
+    mapped weights among them, count as free. Within a container the path that `own` names may not be there, but its
+    limit stands at the top."""
+    told = ""
+    with suppress(OSError):
+        told = own.read_text("utf-8")
+    for line in told.splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top = groups / "memory" if kinds else groups  # version 1 has a hierarchy for each kind
+        limit, used, files = _OLD_GROUP if kinds else _GROUP
+        place = top / path.lstrip("/")
+        for folder in (place, *(each for each in place.parents if each.is_relative_to(top))):
+            with suppress(OSError, ValueError, KeyError):  # "max" is no number: no limit
+                most, taken = (int((folder / name).read_text("ascii")) for name in (limit, used))
+                counts = dict(each.split() for each in (folder / "memory.stat").read_text("ascii").splitlines())
+                yield max(0, most - taken + int(counts[files]))

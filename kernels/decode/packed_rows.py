@@ -19,10 +19,12 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: What `fitted.json` says of each.
+_FITTED = "packed layers of few rows"
 _OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _DEEP_TILES, _FINE_BYTES, _EXPERTS = fitted(
-    "packed layers of few rows",
-    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "deep_tiles", "fine_bytes", "experts"),
+    _FITTED, *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "deep_tiles", "fine_bytes", "experts")
 )
+#: By rows and columns, of 4 bits in one group a block, where there are more multiprocessors than so many.
+_MEASURED, _FEW_MULTIPROCESSORS = {tuple(each[:2]): each[2:] for each in fitted(_FITTED, "measured")[0]}, 64
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,10 @@ def _forms(one: bool, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> 
     """What was found fast in whole steps."""
     if not gpu.has_clusters:
         return _ALONE
+    is_plain = one and not of_experts and layout.format.bits <= 4 and layout.scales == 1
+    measured = _MEASURED.get((layout.rows, layout.columns)) if is_plain else None
+    if measured is not None and gpu.multiprocessors > _FEW_MULTIPROCESSORS:
+        return measured, *_OVERLAPPING
     tiles = -(-layout.rows // (2 * BLOCK_ROWS * gpu.multiprocessors))
     share = slice_steps(layout.columns) // slices_end_every(layout.columns)  # blocks of weights, of a warp
     if not of_experts and 4 * layout.rows <= 2 * BLOCK_ROWS * gpu.multiprocessors and 2 < share <= 6:
@@ -145,7 +151,7 @@ def _forms(one: bool, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> 
     if tiles > 8:
         return _MORE_TILES, *_OVERLAPPING
     is_small = 4 * layout.rows <= 3 * 2 * BLOCK_ROWS * gpu.multiprocessors
-    if not of_experts and is_small and share > 2 and layout.format.bits <= 4 and layout.scales == 1:
+    if is_plain and is_small and share > 2:
         return _DEEP_TILES, *_OVERLAPPING
     is_fine, is_brief = layout.scales > 1, slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
     if not is_brief and is_fine and layout.format.bits == 8:

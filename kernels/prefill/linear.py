@@ -27,7 +27,8 @@ MAX_PROMPT_ROWS, _MOST_STAGES, _DENSE_COLUMNS, _ROW_BYTES = 65_536, 4, 64, 2 * S
 _KEPT_BYTES, _SHARED = 1024, 128
 #: What `fitted.json` says of each.
 _FITTED = "linear layers of prompts"
-_TILE, _OUTPUT, _LATENCY, _UNHIDDEN, _FEW_WARPS = fitted(_FITTED, "tile", "output", "latency", "unhidden", "few_warps")
+_TILE, _OUTPUT, _LATENCY, _UNHIDDEN = fitted(_FITTED, "tile", "output", "latency", "unhidden")
+_JOINED, _HIDING = fitted(_FITTED, "joined", "hiding")
 _ADDITIONS, _STEP_INSTRUCTIONS = fitted(_FITTED, "additions", "step_instructions")
 _DEQUANTIZES, _IN_FLOAT32 = fitted(_FITTED, "dequantizes", "in_float32")
 #: Where sums of groups are added, and how many groups there are.
@@ -120,12 +121,13 @@ class PromptTiling(NamedTuple):
         copied = self.teams * (self.rows * _ROW_BYTES + self._step_bytes(self.weight_rows))
         products = self.teams * self.rows * self.weight_rows * STEP / gpu.speeds[1]
         spans = sorted(((fragments + copied) / _SHARED, products, self._issued(dequantizes) / 4))
-        step = spans[-1] + _UNHIDDEN * spans[-2]
-        beside = min(own, self.resident(self.stages(gpu), gpu))
+        stages = self.stages(gpu)
+        beside = min(own, self.resident(stages, gpu))
         steps, rounds = -(-columns // (STEP * self.teams)), -(-own // beside)
-        step *= _FEW_WARPS if warps * beside <= 4 else 1
+        step = (spans[-1] + _UNHIDDEN * spans[-2]) * (_JOINED if self.totals == JOINED else 1)
+        step *= beside + _HIDING[self.block_bytes > 0] / warps  # of all blocks, whose warps hide each other's reads
         ends = _TILE + _OUTPUT * self.rows * self.weight_rows
-        return rounds * (steps * max(step * beside, _LATENCY) + ends)
+        return rounds * (steps * max(step, _LATENCY / (stages - 1)) + ends)
 
 
 #: All tilings, the largest tiles first.

@@ -24,9 +24,9 @@ def equality(repository: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def check(equality: object, folder: Path, prompts: int, tokens: int, ways: Sequence[str], draftings: Sequence[str]):
-    directory = equality.build(SHIPPED_MODEL, folder / "engines", "numpy")
+    directory = equality.build(SHIPPED_MODEL, folder / "engines", equality.Server())
     asked = equality.held_out_conversations(prompts)
-    found = equality.compare_all(directory, "numpy", asked, tokens, ways, draftings)
+    found = equality.compare_all(directory, equality.Server(), asked, tokens, ways, draftings)
     for served in found:
         assert served.explained, equality.line(served)
         assert served.way == "alone" or served.reused > 0.4 * served.prompt_tokens

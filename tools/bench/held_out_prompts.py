@@ -27,6 +27,17 @@ def held_out_conversations(count: int) -> list[Messages]:
     return [item["messages"] for item in ordered[:count]]
 
 
+def shown(conversations: list[Messages], scenes: list[Path]) -> list[Messages]:
+    """The conversations, each with one of the pictures in front of its question, in turn."""
+    found = []
+    for index, messages in enumerate(conversations):
+        *before, question = as_they_are(messages)
+        picture = {"type": "image", "image": str(scenes[index % len(scenes)])}
+        content = [picture, {"type": "text", "text": question["content"]}]
+        found.append([*before, {"role": question["role"], "content": content}])
+    return found
+
+
 def as_they_are(messages: Messages) -> Messages:
     """Messages to ask a model that adds no system prompt of its own: an empty one where they have none."""
     return messages if messages[0]["role"] == "system" else [{"role": "system", "content": ""}, *messages]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from tools.bench.held_out_prompts import Messages, as_they_are
 from tools.bench.quantized_model import WEIGHTS, base_of
 from tools.bench.serving_ways import SLOTS, WAYS, Asked, answers, forget_rows
 
+#: Of a picture of the shipped model.
+IMAGE_ROWS = (81,)
 LIMITS = EngineLimits(SLOTS, 128, 1024, draft_top_k=10, draft_steps=6, verify_tree_size=16)
 DRAFTINGS = {"plain": None, "drafted": DraftingConfig(kind="chain", draft_steps=5)}
 NEXT_QUESTION = {"role": "user", "content": "Thank you. What else is on the table?"}
@@ -50,15 +54,35 @@ class Served:
         return all(each.gap < each.allowed for each in self.differences)
 
 
-def build(model: Path, target: Path, backend: str, kv_cache: str = "compute", weights: str = WEIGHTS[0]) -> Path:
-    """An engine directory of a model with layers of `weights`, its draft and its adapters, with eight slots."""
+class Server(NamedTuple):
+    """What answers: `backend` and `executor` of `LLM`, rows of `kv_cache`, the base's layers of `weights`; `images`:
+    with the model's encoder."""
+
+    backend: str = "numpy"
+    executor: str = "auto"
+    kv_cache: str = "compute"
+    weights: str = WEIGHTS[0]
+    images: bool = False
+
+
+def build(model: Path, target: Path, server: Server) -> Path:
+    """An engine directory of a model, with its draft and its adapters, and eight slots."""
     adapters = {path.name: path for path in sorted((model / "lora").glob("*"))}
-    limits = replace(LIMITS, kv_cache=kv_cache)
+    limits = replace(LIMITS, kv_cache=server.kv_cache, image_rows=IMAGE_ROWS if server.images else ())
     if adapters:
         limits = replace(limits, max_lora_rank=16, lora_slots=2)
-    targets = [] if backend == "numpy" else None
-    base = base_of(model, weights, target.parent)
-    build_engine_directory(base, target, limits, targets, draft=model / "draft", adapters=adapters)
+    targets = [] if server.backend == "numpy" else None
+    base = base_of(model, server.weights, target.parent)
+    build_engine_directory(
+        base,
+        target,
+        limits,
+        targets,
+        draft=model / "draft",
+        vision=model / "vision" if server.images else None,
+        adapters=adapters,
+        all_plans=server.executor == "tensorrt",
+    )
     return target
 
 
@@ -137,7 +161,7 @@ class Comparison:
 
 def compare_all(
     directory: Path,
-    backend: str,
+    server: Server,
     conversations: Sequence[Messages],
     tokens: int,
     ways: Sequence[str] = WAYS,
@@ -151,11 +175,12 @@ def compare_all(
     The conversations are numbered from `first` on.
     """
     results = []
-    with LLM(directory, backend=backend, drafting=None) as plain:
+    opened = partial(LLM, directory, backend=server.backend, executor=server.executor)
+    with opened(drafting=None) as plain:
         compared = {name: Comparison(plain, name, tokens) for name in samplings}
         asked = {name: compared[name].alone(conversations, first) for name in samplings}
         for drafting in draftings:
-            with LLM(directory, backend=backend, drafting=DRAFTINGS[drafting]) as llm:
+            with opened(drafting=DRAFTINGS[drafting]) as llm:
                 for name in samplings:
                     for way in ways:
                         results.append(compared[name].compare(llm, way, drafting, asked[name]))

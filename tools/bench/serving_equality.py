@@ -2,12 +2,12 @@
 
     python -m tools.bench.serving_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 100] [--tokens 32]
                                            [--ways snapshot ...] [--draftings plain ...] [--samplings greedy ...]
-                                           [--kv-cache int8] [--weights int4] [--processes 1] [--record RECORD.jsonl]
-                                           [--output RESULTS.json]
+                                           [--kv-cache int8] [--weights int4] [--images] [--executor tensorrt]
+                                           [--processes 1] [--record RECORD.jsonl] [--output RESULTS.json]
 
-The model is built with eight slots, its draft and its adapters. Its held-out conversations take turns with the adapters
-and without one, so that each request switches. What is compared with is plain decoding of one request at a time, of
-whose rows nothing is reused. The ways:
+The model is built with eight slots, its draft and its adapters, for `--images` with its encoder: each question then
+stands behind a picture. Its held-out conversations take turns with the adapters and without one, so that each request
+switches. What is compared with is plain decoding of one request at a time, of whose rows nothing is reused. The ways:
 
     alone       again, one at a time, but for what earlier requests left
     snapshot    the conversation's system prompt is computed ahead
@@ -40,15 +40,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from edgellm.engines.backends.opening import EXECUTORS
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.model.limits import KV_CACHES
 from edgellm.opened_model import SHIPPED_MODEL
 from tools.bench.as_device import enter, measured_as, parse
 from tools.bench.differences import SAMPLINGS, Difference
-from tools.bench.held_out_prompts import Messages, held_out_conversations
+from tools.bench.held_out_prompts import Messages, held_out_conversations, shown
 from tools.bench.provenance import provenance
 from tools.bench.quantized_model import WEIGHTS
-from tools.bench.serving_comparison import DRAFTINGS, Served, build, compare_all, line, merged
+from tools.bench.serving_comparison import DRAFTINGS, Served, Server, build, compare_all, line, merged
 from tools.bench.serving_ways import SLOTS, WAYS, groups
 
 
@@ -133,12 +134,12 @@ def run_jobs(processes: int, jobs: Sequence[Job], call: Callable[[Job], Any]) ->
 
 
 def run_job(
-    job: Job, directory: Path, backend: str, shares: Sequence[Sequence[Messages]], tokens: int, record: Record
+    job: Job, directory: Path, server: Server, shares: Sequence[Sequence[Messages]], tokens: int, record: Record
 ) -> None:
     """One job; what it finds is in the record."""
     done = partial(record.add, job.share)
     first = job.share * SLOTS
-    compare_all(directory, backend, shares[job.share], tokens, job.ways, job.draftings, job.samplings, first, done)
+    compare_all(directory, server, shares[job.share], tokens, job.ways, job.draftings, job.samplings, first, done)
 
 
 def main() -> None:
@@ -153,32 +154,29 @@ def main() -> None:
     parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
     parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of the base's layers")
+    parser.add_argument("--images", action="store_true", help="each question stands behind a picture")
+    parser.add_argument(
+        "--executor", choices=EXECUTORS, default=EXECUTORS[0], help="tensorrt: with plans of all shapes"
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--record", type=Path, help="by default it lies beside the results")
     parser.add_argument("--output", type=Path)
     arguments = parse(parser, times=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are made
     asked = held_out_conversations(arguments.prompts)
+    if arguments.images:
+        asked = shown(asked, sorted((arguments.model / "scenes").glob("*.png")))
+    server = Server(*(getattr(arguments, name) for name in Server._fields))
     shares = groups(asked, SLOTS if arguments.backend == "numpy" else max(1, len(asked)))
-    heading = {
-        name: getattr(arguments, name)
-        for name in ("backend", "prompts", "tokens", "measured_as", "kv_cache", "weights")
-    }
+    heading = {name: getattr(arguments, name) for name in ("prompts", "tokens", "measured_as", *Server._fields)}
     heading["model"] = hash_bytes((arguments.model / "edgellm.json").read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         beside = Path(folder) / "record" if arguments.output is None else arguments.output.with_suffix(".jsonl")
         record = Record(arguments.record or beside, heading)
         record.begin()
-        directory = build(
-            arguments.model, Path(folder) / "engines", arguments.backend, arguments.kv_cache, arguments.weights
-        )
+        directory = build(arguments.model, Path(folder) / "engines", server)
         call = partial(
-            run_job,
-            directory=directory,
-            backend=arguments.backend,
-            shares=shares,
-            tokens=arguments.tokens,
-            record=record,
+            run_job, directory=directory, server=server, shares=shares, tokens=arguments.tokens, record=record
         )
         failures = run_jobs(arguments.processes, jobs_left(record, arguments, len(shares)), call)
         left = jobs_left(record, arguments, len(shares))

@@ -81,7 +81,7 @@ def test_few_rows_get_more_tiles_where_multiprocessors_would_be_idle() -> None:
 
 def test_values_that_take_many_instructions_are_made_for_more_rows() -> None:
     """K types; otherwise the same: a warp makes them for 64 rows of activations, not for 32."""
-    found = [prompt_tiling(512, 2048, 8192, GPUS["H200"], layout) for layout in LAYOUTS]
+    found = [prompt_tiling(512, 6144, 4096, GPUS["H200"], layout) for layout in LAYOUTS]
     assert [tiling.row_tiles for tiling in found] == [2, 2, 4]
 
 
