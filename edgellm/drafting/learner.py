@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from edgellm.drafting.drafter import Choice, Policy, first_fitting
+from edgellm.drafting.drafter import Choice, Policy
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search
@@ -118,7 +118,9 @@ class Learner(Policy):
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
             self.rest = SAMPLE if self._adaptive and self._ahead else 0
-            return first_fitting(() if begun or self._adaptive else self.own, *step), None
+            own = () if begun or self._adaptive else self.own
+            fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
+            return next(fitting, None), None
         if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
             self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
         if known and self._looks(ruled, not (self._missed or waited)):
