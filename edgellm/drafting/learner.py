@@ -112,12 +112,12 @@ class Learner(Policy):
         """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
         if self.rested_steps:
-            self._count_rests(self.rested_steps >= LEAST)
+            self._count_rests(not self.own or self.rested_steps >= LEAST)
         step = Step(runner, len(sequences), room, ruled)
         self._chosen, self.rest, self.rests_as = self._chosen + 1, 0, (step.batch, ruled)
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
-            self.rest = SAMPLE if self._adaptive and self._ahead else 0
+            self.rest = SAMPLE if self.own and self._adaptive and self._ahead else 0
             own = () if begun or self._adaptive else self.own
             fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
             return next(fitting, None), None
@@ -248,7 +248,7 @@ class Learner(Policy):
         if not (ruled or self._adaptive or self.looks_up):
             return
         if self.rested_steps:  # the host chose while they ran
-            self._count_rests(False)
+            self._count_rests(not self.own)
         batch, looked, self._looked = len(emitted), min(self._looked, 0.9 * seconds), 0.0
         if plan is None or not ruled:  # under rules the host has nothing to do beside a round
             self._blocked[ruled] += _PACE * (blocked - self._blocked[ruled])

@@ -28,7 +28,7 @@ class Guess(NamedTuple):
 
     `chosen` of a mixture's experts are what a token goes through (a share of all of them), and `read` is their share of
     what a plain step reads: a round takes longer by the further experts that its tokens choose, evenly. `latency` are
-    seconds that each level, verification and acceptance take however small the model is.
+    seconds that each level, and what is beside of a draft model's round, take however small the model is.
     """
 
     once: float
@@ -47,7 +47,7 @@ class Guess(NamedTuple):
         levels = 0 if plan.is_given or not self.level else plan.steps
         least, whole = (self._distinct(rows) for rows in (batch, batch * plan.tree_size))
         experts = self.read * (whole - least) / (1 - self.read + self.read * least)
-        once = self.once + self.latency * (levels + 2) / plain
+        once = self.once + self.latency * (levels + 2 if levels else 0) / plain
         return once + self.level * levels + self.node * batch * (plan.tree_size - 1) + experts
 
     def _distinct(self, rows: int) -> float:
