@@ -91,6 +91,18 @@ def current_compute_capability(index: int | None = None) -> str | None:
     return gpu.compute_capability if gpu else None
 
 
+def reaches(one: int, other: int) -> bool:
+    """Whether kernels on a visible GPU can use the memory of another one; both are indices. False without a driver."""
+    can, devices = ctypes.c_int(), (ctypes.c_int * 2)()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    for place, index in enumerate((one, other)):
+        driver.cuDeviceGet(ctypes.byref(devices, place * ctypes.sizeof(ctypes.c_int)), index)
+    return not driver.cuDeviceCanAccessPeer(ctypes.byref(can), *devices) and bool(can)
+
+
 @lru_cache(maxsize=1)
 def _present_gpus() -> tuple[GPU, ...]:
     try:

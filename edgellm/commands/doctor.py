@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.engines.model.memory_plan import recurrent_bytes
 from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.errors import CheckpointError, EdgeLLMError, RequestError
+from edgellm.errors import CheckpointError, EdgeLLMError, MissingDependencyError, RequestError
 from edgellm.hub.inventory import existing_directory
-from edgellm.kernels.gpu import choose_gpu, find_gpu, visible_gpus
+from edgellm.kernels.gpu import choose_gpu, find_gpu, reaches, visible_gpus
+from edgellm.kernels.ranks.nccl import NcclLibrary
 from edgellm.kernels.user_paths import user_cache_directory
 from edgellm.llm import LLM
 from edgellm.opened_model import SHIPPED_MODEL
@@ -145,6 +147,22 @@ def _gpu() -> str:
     return f"{gpu.index}: {gpu.name}, {gpu.compute_capability}, {gpu.total_memory / 2**30:.1f} GiB{beside}"
 
 
+def _exchange() -> str:
+    """How GPUs give each other what they compute of a model that they share."""
+    pairs = list(combinations((gpu.index for gpu in visible_gpus()), 2))
+    if not pairs:
+        return "fewer than two GPUs"
+    apart = ", ".join(f"{one} and {other}" for one, other in pairs if not (reaches(one, other) and reaches(other, one)))
+    try:
+        library = NcclLibrary()
+        nccl = f"NCCL {library.version}, {library.path}"
+    except MissingDependencyError as error:
+        nccl = str(error)
+    return (
+        f"GPUs {apart} do not reach each other's memory and need NCCL; {nccl}" if apart else f"by their memory; {nccl}"
+    )
+
+
 def _driver() -> str:
     gpu = find_gpu()
     return f"supports CUDA {gpu.driver_cuda[0]}.{gpu.driver_cuda[1]}" if gpu else "none"
@@ -197,6 +215,7 @@ _CHECKS: list[tuple[str, Callable[[], str]]] = [
     ("pycuda", _pycuda),
     ("NVRTC", _nvrtc),
     ("memory", _memory),
+    ("exchange", _exchange),
     ("cache", lambda: str(user_cache_directory())),
 ]
 

@@ -77,6 +77,8 @@ class CudaBackend(CudaDevice):
     #: Of one that shares the base's steps, what it gives the others.
     share: Share | None = None
     rank: CudaRank | None = None
+    #: In how many GPUs' memory the base's table of embeddings is.
+    table_pieces = 1
 
     def __init__(
         self,
@@ -229,7 +231,7 @@ class CudaBackend(CudaDevice):
         """Have compiled and loaded what steps may ask for beside engines, as far as it is known which weights are
         packed."""
         models = self._directory.models
-        for source in step_modules(models, self.compute_dtype, self._loaded):
+        for source in step_modules(models, self.compute_dtype, self._loaded, self.table_pieces):
             self._module.prepare(source)
 
     @property

@@ -1,8 +1,9 @@
 """Several GPUs of one machine: the base's steps are shared among ranks, each of which has its weights and states.
 
 The first rank is the backend that everybody sees: what is no step of the base runs on it alone, drafts and encoders
-too, and its stream is the order of all work. A step of the base brings its inputs to the other ranks, whose streams
-branch off for it, and come back behind it; so one captured graph holds the steps of all GPUs.
+too, and its stream is the order of all work. It looks tokens up, in the memory of the rank that has their rows. A step
+of the base brings its inputs to the other ranks, whose streams branch off for it, and come back behind it; so one
+captured graph holds the steps of all GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.rank_memory import RankedArray, RankMemory, RankStreams
+from edgellm.engines.backends.rank_memory import RankedArray, RankMemory, RankStreams, reach_each_other
 from edgellm.engines.backends.rank_weights import RankWeights
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -33,13 +34,17 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.engines.model.sharding import Range
 from edgellm.engines.model.steps import Assemble
-from edgellm.kernels.acceptance.launcher import CudaAcceptance
+from edgellm.kernels.acceptance.contract import MAXIMUM_ACCEPTED
+from edgellm.kernels.acceptance.launcher import ADVANCE, CudaAcceptance
 from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.launch import KernelModule
-from edgellm.kernels.ranks.launcher import MOST_RANKS, CudaRank
+from edgellm.kernels.ranks.launcher import MOST_RANKS
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
+from edgellm.kernels.sampling.launcher import SharedTable
 
 _Found = TypeVar("_Found")
+#: What other ranks need to move accepted rows, and how many numbers of each slot.
+_MOVES = {"rows begin": 1, "accepted": MAXIMUM_ACCEPTED, "how many": 1}
 
 
 class CudaRanks(CudaBackend):
@@ -62,7 +67,8 @@ class CudaRanks(CudaBackend):
         if executor != "auto":
             raise EngineError(f"several GPUs share what kernels run: take the executor auto, not {executor}")
         #: Of the base's weights, what each rank has; it refuses what cannot be shared.
-        self._parts = RankWeights(directory, count, (packed or {}).get("base", {}))
+        base = (packed or {}).get("base", {})
+        self._parts = RankWeights(directory, count, base, shares_table=reach_each_other(gpus))
         self.others: list[CudaBackend] = []
         with ExitStack() as opened:
             for rank in range(1, count):
@@ -75,17 +81,17 @@ class CudaRanks(CudaBackend):
             self.gpus = count
             self._ranks: list[CudaBackend] = [self, *self.others]
             self.memory = RankMemory(self._ranks)
-            for backend, argument in zip(self._ranks, self.memory.arguments, strict=True):
+            opened.callback(self.memory.close)
+            for rank, backend in enumerate(self._ranks):
                 with backend.current():
-                    backend.rank = CudaRank(backend.kernel_module, self.compute_dtype, argument)
+                    backend.rank = self.memory.kernels(rank, backend.kernel_module, self.compute_dtype)
             assert self.rank is not None
             self._streams = RankStreams(self._ranks, self.memory, self.rank.joined())
             self._loaded_parts: list[dict[str, Any]] = [{} for _ in self._ranks]
             self._buffers: dict[tuple[int, str], DeviceArray] = {}
             self._ranks_opened = opened.pop_all()
 
-    #: It moves the rows of all ranks.
-    acceptance = cached_property(lambda self: RankedAcceptance(self.kernel_module, self.kernels))
+    acceptance = cached_property(lambda self: RankedAcceptance(self, self._directory.limits.max_batch))
     recurrent = cached_property(lambda self: RankedRecurrent(self.kernel_module, self))
 
     def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
@@ -107,6 +113,15 @@ class CudaRanks(CudaBackend):
             with self._ranks[rank].current():
                 held = self._buffers[rank, name] = self._ranks[rank].zeros((max(1, math.prod(shape)),), dtype)
         return held[: math.prod(shape)].reshape(*shape)
+
+    def brought(self, rank: int, arrays: Mapping[str, DeviceArray]) -> tuple[list[Callable[[], object]], list[Any]]:
+        """What a rank's kernels read of the first one's memory, by name: launches that bring it, and where it is then.
+        It stays where ranks use each other's memory."""
+        kernels, given = self._ranks[rank].rank, [*arrays.values()]
+        if self.memory.nccl is None or kernels is None:
+            return [], given
+        own = [self.buffer(rank, name, array.shape, array.dtype) for name, array in arrays.items()] if rank else given
+        return kernels.bring(given, own), own
 
     def read(self, array: DeviceArray) -> DeviceReadback:
         """See `Backend.read`; a rank that has failed is an error when it is waited for."""
@@ -180,14 +195,20 @@ class CudaRanks(CudaBackend):
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Any]:
-        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own."""
+        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own. A
+        table of embeddings that ranks share is a `SharedTable`."""
         if [spec.name for spec in specs] != [spec.name for spec in decoder_weights(self._directory.config)]:
             return super().load_weights(checkpoint, specs, progress)
-        loaded = self._parts.load(checkpoint, self._ranks, progress)
+        loaded, table = self._parts.load(checkpoint, self._ranks, progress), self._parts.table
         self._loaded_parts = [self._parts.parts(rank, weights) for rank, weights in enumerate(loaded)]
         own = self._loaded_parts
+        self.table_pieces = 1 if table is None else self.gpus  # the first alone looks tokens up
         self.each(lambda rank, backend: backend.load_kernels(own[rank] if rank else loaded[0] | own[0]))
-        return loaded[0]
+        if table is None:
+            return loaded[0]
+        pieces, places = tuple(held[table] for held in loaded), self.empty((self.gpus,), "uint64")
+        self.upload(places, np.array([piece.pointer for piece in pieces], np.uint64))
+        return loaded[0] | {table: SharedTable(pieces, places)}
 
     def weight(self, rank: int, name: str) -> Any:
         """A rank's part of a loaded weight of the base."""
@@ -233,7 +254,8 @@ class CudaRanks(CudaBackend):
         if opened is None:
             return
         self._loaded_parts, self._buffers, self.rank = [], {}, None
-        vars(self).pop("recurrent", None)  # which refers to it
+        for name in ("acceptance", "recurrent"):  # which refer to it
+            vars(self).pop(name, None)
         try:
             opened.close()
         finally:  # what is left goes now, and in this thread: nothing refers to itself
@@ -300,11 +322,11 @@ class RankedKernelEngine(Engine):
             self._launches = self._backend.each(self._prepared)
 
     def _prepared(self, rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
-        launches, kernels = self._engines[rank].launches(), backend.rank
-        if rank == 0 or kernels is None:
-            return [*launches]
-        copies = [kernels.copy(self._given[0][name], self._given[rank][name]) for name in self._inputs]
-        return [*copies, kernels.joined(), *launches]
+        kernels = backend.rank
+        assert kernels is not None
+        inputs, own = ([self._given[each][name] for name in self._inputs] for each in (0, rank))
+        joined = [kernels.joined()] if rank else []
+        return [*kernels.bring(inputs, own), *joined, *self._engines[rank].launches()]
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
         """Enqueues as `enqueue` does, behind what any layer waits for."""
@@ -314,13 +336,34 @@ class RankedKernelEngine(Engine):
 
 
 class RankedAcceptance(CudaAcceptance):
-    """Moves the rows of all ranks, in each one's memory; accepts on the first alone."""
+    """Moves the rows of all ranks, each on its own GPU; accepts on the first alone."""
 
-    def move_accepted(self, caches, *arguments):
-        """See `CudaAcceptance.move_accepted`."""
-        if isinstance(caches[0], RankedArray):
-            caches = [part for cache in caches for _, part in cache.parts]
-        super().move_accepted(caches, *arguments)
+    def __init__(self, ranks: CudaRanks, slots: int) -> None:
+        super().__init__(ranks.kernel_module, ranks.kernels)
+        self._ranks = ranks
+
+        def prepare(rank: int, backend: CudaBackend) -> None:  # nothing is loaded or allocated between launches
+            backend.kernel_module.load_for_any(ADVANCE)
+            for name, width in _MOVES.items() if rank else ():
+                ranks.buffer(rank, name, (slots, width), "int32")
+
+        ranks.each(prepare)
+
+    def move_accepted(self, caches, kvcache_start_index, accepted, *others):
+        """See `CudaAcceptance.move_accepted`; features are the first rank's."""
+        if not isinstance(caches[0], RankedArray):
+            super().move_accepted(caches, kvcache_start_index, accepted, *others)
+            return
+        hidden_states, pending, wraps = others
+
+        def launches(rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
+            given = dict(zip(_MOVES, (kvcache_start_index, accepted.indices, accepted.lengths), strict=True))
+            copies, (start, indices, lengths) = self._ranks.brought(rank, given)
+            own, parts = accepted._replace(indices=indices, lengths=lengths), [cache.parts[rank][1] for cache in caches]
+            arguments = parts, start, own, hidden_states, pending, wraps, rank > 0
+            return [*copies, partial(CudaAcceptance.move_accepted, backend.acceptance, *arguments)]
+
+        self._ranks.run(self._ranks.each(launches))
 
 
 class RankedRecurrent(CudaRecurrent):
@@ -341,12 +384,13 @@ class RankedRecurrent(CudaRecurrent):
         return self._committed("commit_scans", *layers_and_path)
 
     def _committed(self, name, layers, accepted):
-        """What commits each rank's parts of layers; it reads the path in the memory of the first."""
+        """What commits each rank's parts of layers."""
         if not isinstance(layers[0][0], RankedArray):
             return getattr(CudaRecurrent, name)(self, layers, accepted)
 
         def launch(rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
             own = [type(layer)(*(array.parts[rank][1] for array in layer)) for layer in layers]
-            return [getattr(backend.recurrent, name)(own, accepted)]
+            copies, path = self._ranks.brought(rank, accepted._asdict())
+            return [*copies, getattr(backend.recurrent, name)(own, type(accepted)(*path))]
 
         return partial(self._ranks.run, self._ranks.each(launch))

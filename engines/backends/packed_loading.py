@@ -49,10 +49,16 @@ class PackedLoader:
     """Puts packed weights into the memory of a device, whose stream does the work in order."""
 
     def __init__(
-        self, device: CudaDevice, module: KernelModule, dtype: str, cuts: Mapping[str, Cut] | None = None
+        self,
+        device: CudaDevice,
+        module: KernelModule,
+        dtype: str,
+        cuts: Mapping[str, Cut] | None = None,
+        alike: str | None = None,
     ) -> None:
-        """Prepares for kernels that compute in `dtype`; of specs named in `cuts` these parts."""
-        self._device, self._module, self._dtype, self._cuts = device, module, dtype, cuts or {}
+        """Prepares for kernels that compute in `dtype`; of specs named in `cuts` these parts, of the one named `alike`
+        in the layout of the whole."""
+        self._device, self._module, self._dtype, self._cuts, self._alike = device, module, dtype, cuts or {}, alike
         #: Memory for codes on their way, by what it is for.
         self._staging: dict[str, DeviceArray] = {}
 
@@ -70,7 +76,7 @@ class PackedLoader:
         threads = min(usable_cores(), _MOST_THREADS)
 
         def prepare(spec: WeightSpec) -> list[_Prepared]:
-            return _prepare(checkpoint, spec, self._dtype, self._cuts.get(spec.name))
+            return _prepare(checkpoint, spec, self._dtype, self._cuts.get(spec.name), spec.name == self._alike)
 
         for spec, weights in computed_ahead(prepare, specs, threads):
             runs, begin = list[PackedMatrix](), 0
@@ -161,14 +167,17 @@ class _Prepared(NamedTuple):
         return self._replace(layout=replace(self.layout, rows=stop - first), codes=codes, tails=tails)
 
 
-def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str, cut: Cut | None = None) -> list[_Prepared]:
-    """The runs of rows of a weight, or of a cut of it, each of one format."""
+def _prepare(
+    checkpoint: Checkpoint, spec: WeightSpec, dtype: str, cut: Cut | None = None, is_alike: bool = False
+) -> list[_Prepared]:
+    """The runs of rows of a weight, or of a cut of it, each of one format; of one tensor in the layout that the whole
+    has, if the parts are to be `alike`: its scales decide that."""
     runs, found, first = list[list[StoredWeight]](), list[_Prepared](), 0
     for name, shape in spec.parts:
         own, first = cut and cut.within(first, shape[0]), first + shape[0]
         if own is not None and not own.ranges:  # an expert of another rank
             continue
-        part = checkpoint.stored(name, shape)
+        whole = part = checkpoint.stored(name, shape)
         if part is not None and own is not None:
             part = columns_of(part, *own.ranges[0]) if own.axis else rows_of(part, own.ranges)
         if part is not None and runs and may_fuse(runs[-1][0], part):
@@ -186,6 +195,8 @@ def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str, cut: Cut | No
         )
     for weight in map(fused, runs):
         layout = device_layout(weight, dtype)
+        if is_alike and whole is not None:
+            layout = replace(device_layout(whole, dtype), rows=layout.rows)
         in_blocks = all(part.arrangement in BLOCK_CODES for part in weight.codes) and layout.kind == "levels"
         tails = None if in_blocks else np.ascontiguousarray(tail_bytes(weight, layout))
         found.append(_Prepared(layout, weight.codes, tails, InputPermutation.of(weight)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import permutations, zip_longest
 from typing import Any
@@ -13,38 +15,66 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice, no_garbage_collection
-from edgellm.engines.errors import DeviceLostError, EngineError
+from edgellm.engines.backends.rank_nccl import NcclRanks
+from edgellm.engines.errors import DeviceLostError
 from edgellm.engines.model.sharding import Range
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
-from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, RanksArgument, blocks_at_once
+from edgellm.kernels.gpu import reaches
+from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, CudaRank, RanksArgument, blocks_at_once
 
+#: The variable of the environment by which NCCL adds also where GPUs reach each other's memory: set it to 1.
+BY_NCCL = "EDGELLM_NCCL"
 #: What a rank waits for another before it ends the model. Long: kernels may have to be loaded first.
 WAIT_SECONDS = 30.0
 #: How many launches of a rank are enqueued before it is another one's turn.
 _AT_A_TIME = 16
 
 
+def reach_each_other(gpus: Sequence[int]) -> bool:
+    """Whether kernels on GPUs of these indices are to use each other's memory, and can."""
+    asked = os.environ.get(BY_NCCL) == "1"
+    return not asked and all(one == other or reaches(one, other) for one, other in permutations(gpus, 2))
+
+
 class RankMemory:
-    """Inboxes and flags of ranks on devices, of which several may be the same, and whether one has waited in vain."""
+    """Inboxes and flags of ranks on devices, of which several may be the same, and whether one has waited in vain.
+
+    `nccl` gathers what ranks add where one does not reach another's memory, or the environment asks for it; else None.
+    """
 
     def __init__(self, devices: Sequence[CudaDevice], wait_seconds: float = WAIT_SECONDS) -> None:
-        """Raises EngineError where a GPU does not reach another one's memory."""
+        """Raises MissingDependencyError where NCCL is needed and not there; see `NcclRanks`."""
         count = len(devices)
         self._devices, self._seconds = devices, wait_seconds
         self._failure: str | None = None
-        for one, other in permutations(devices, 2):
-            if not _reaches(one, other):
-                raise EngineError(
-                    f"GPU {one.gpu.index} ({one.gpu.name}) does not reach the memory of GPU {other.gpu.index}, as most "
-                    "GeForce cards: they share no model. Take one GPU"
-                )
-        self._missed = devices[0].host_visible((count,), "uint32")
+        together = reach_each_other([device.gpu.index for device in devices])
+        together = together and all(_use_memory(one, other) for one, other in permutations(devices, 2))
+        self._missed = devices[0].host_visible((count, 2), "uint32")
         self._arrays = [self._of_rank(device, count) for device in devices]
         for device in devices:
             with device.current():
                 device.synchronize()
         #: What kernels of each rank take.
         self.arguments = [self._argument(rank) for rank in range(count)]
+        self.nccl = None if together else NcclRanks(devices, [inbox for inbox, *_ in self._arrays], wait_seconds)
+        if self.nccl is not None:
+            self.nccl.watch(devices[0].seen(self._missed), self.fail, self._has_missed)
+
+    def kernels(self, rank: int, module: KernelModule, dtype: str) -> CudaRank:
+        """What a rank launches."""
+        nccl = None if self.nccl is None else self.nccl.ranks[rank]
+        return CudaRank(module, dtype, self.arguments[rank], nccl)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Within, all ranks begin something by NCCL."""
+        assert self.nccl is not None
+        return self.nccl.communicators.group()
+
+    def close(self) -> None:
+        """End what NCCL has."""
+        if self.nccl is not None:
+            self.nccl.close()
 
     @staticmethod
     def nbytes(count: int) -> int:
@@ -60,7 +90,7 @@ class RankMemory:
     def _argument(self, rank: int) -> RanksArgument:
         inboxes, flags, rounds, stopped = zip(*self._arrays, strict=True)
         places = [(ctypes.c_void_p * MOST_RANKS)(*(array.pointer for array in each)) for each in (inboxes, flags)]
-        own = rounds[rank].pointer, stopped[rank].pointer, self._missed.pointer + 4 * rank
+        own = rounds[rank].pointer, stopped[rank].pointer, self._missed.pointer + 8 * rank
         apart = len({device.gpu.index for device in self._devices}) == len(self._devices)
         blocks = blocks_at_once([device.gpu.multiprocessors for device in self._devices], apart)
         return RanksArgument(*places, *own, int(self._seconds * 1e9), rank, len(self._arrays), apart, blocks)
@@ -74,32 +104,30 @@ class RankMemory:
 
     def check(self) -> None:
         """Raise DeviceLostError that names a rank which has failed, or for which another has waited in vain."""
-        if self._failure is None:
-            missed = self._devices[0].seen(self._missed)
-            late = np.flatnonzero(missed)
-            if not late.size:
-                return
-            rank = int(missed[late[0]]) - 1
-            self._failure = (
-                f"rank {rank} of {len(self._devices)} {self._place(rank)} has failed: rank {late[0]} waited "
-                f"{self._seconds:g} s for what it computes"
-            )
-        raise DeviceLostError(f"{self._failure}. Open the model anew")
+        if self._failure is None and self.nccl is None:
+            missed = self._devices[0].seen(self._missed)[:, 0]
+            for late in np.flatnonzero(missed)[:1]:
+                self._has_missed(int(missed[late]) - 1, int(late))
+        if self._failure is not None:
+            raise DeviceLostError(f"{self._failure}. Open the model anew")
+
+    def _has_missed(self, rank: int, other: int) -> None:
+        """`other` has waited for a rank in vain."""
+        self._failure = self._failure or (
+            f"rank {rank} of {len(self._devices)} {self._place(rank)} has failed: rank {other} waited "
+            f"{self._seconds:g} s for what it computes"
+        )
 
     def _place(self, rank: int) -> str:
         return f"(GPU {self._devices[rank].gpu.index})"
 
 
-def _reaches(one: CudaDevice, other: CudaDevice) -> bool:
+def _use_memory(one: CudaDevice, other: CudaDevice) -> bool:
     """Whether kernels of one device may use the other's memory, which is made possible."""
     if one.gpu.index == other.gpu.index:
         return True
     from cuda.bindings import driver
 
-    (_, own), (_, peer) = (driver.cuDeviceGet(device.gpu.index) for device in (one, other))
-    status, can = driver.cuDeviceCanAccessPeer(own, peer)
-    if status != driver.CUresult.CUDA_SUCCESS or not can:
-        return False
     with other.current():
         _, context = driver.cuCtxGetCurrent()
     with one.current():
@@ -141,12 +169,14 @@ class RankStreams:
             for rank in range(1, len(self._devices)):
                 with self._devices[rank].current():
                     self._devices[rank].stream.wait_for_event(self._events[0])
-            turns = [[own[at : at + _AT_A_TIME] for at in range(0, len(own), _AT_A_TIME)] for own in launches]
-            for turn in zip_longest(*turns, fillvalue=()):
-                for rank, own in enumerate(turn):
-                    with self._devices[rank].current():
-                        for launch in own:
-                            launch()
+            for number, parts in enumerate(zip_longest(*map(_parts, launches), fillvalue=())):
+                turns = [[own[at : at + _AT_A_TIME] for at in range(0, len(own), _AT_A_TIME)] for own in parts]
+                with self._memory.together() if number % 2 else nullcontext():
+                    for turn in zip_longest(*turns, fillvalue=()):
+                        for rank, own in enumerate(turn):
+                            with self._devices[rank].current():
+                                for launch in own:
+                                    launch()
             for rank, device in enumerate(others, 1):
                 with device.current():
                     self._events[rank].record(device.stream)
@@ -155,6 +185,16 @@ class RankStreams:
             self._joined()
         except Exception as error:
             raise self._memory.fail(rank, error) from error
+
+
+def _parts(launches: Sequence[Callable[[], object]]) -> list[list[Callable[[], object]]]:
+    """What a rank enqueues by itself, what it begins as one with all others, and so on, one behind the other."""
+    parts: list[list[Callable[[], object]]] = [[]]
+    for launch in launches:
+        for number, stage in enumerate(getattr(launch, "stages", (launch,))):  # of `Together`
+            parts += [[], []] if number % 3 == 1 else []
+            parts[-2 if number % 3 == 1 else -1].append(stage)
+    return parts
 
 
 @dataclass(frozen=True)

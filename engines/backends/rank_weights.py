@@ -32,8 +32,11 @@ from edgellm.kernels.sampling.twin import first_not_finite
 class RankWeights:
     """What each of `count` ranks holds of the base. Raises EngineError that names what they cannot share."""
 
-    def __init__(self, directory: EngineDirectory, count: int, packed: Mapping[str, PackedLayout]) -> None:
-        """`packed` are the layouts of the packed weights as one GPU has them."""
+    def __init__(
+        self, directory: EngineDirectory, count: int, packed: Mapping[str, PackedLayout], shares_table: bool = True
+    ) -> None:
+        """`packed` are the layouts of the packed weights as one GPU has them. `shares_table`: each rank has rows of the
+        table of embeddings, which the first reads there; else that has it whole."""
         config, limits = directory.config, directory.limits
         self._specs = {spec.name: spec for spec in decoder_weights(config)}
         columns = 2 * (config.rotary_columns + config.token_row_size)
@@ -48,33 +51,39 @@ class RankWeights:
         shards = [sharded(program, *share) for share in self.shares]
         self._count, self._used = count, program.weights.keys()
         self._cuts = [shard.cuts for shard in shards]
-        rows, recurrent = dict[str, int](), dict[str, int]()
+        heads, recurrent = dict[str, int](), dict[str, int]()
         for name, (size, _) in program.states.items():
-            (recurrent if is_recurrent(name) else rows)[name] = size[1]
+            (recurrent if is_recurrent(name) else heads)[name] = size[1]
         #: Items of a memory plan of which a rank has a part: of which tensors, and how wide these are.
         self._shared = {
-            "KV caches": rows,
-            "KV rows of windows": rows,
+            "KV caches": heads,
+            "KV rows of windows": heads,
             "recurrent states": recurrent,
             "inputs of recurrent layers": {name: size[2] for name, (size, _) in program.kept.items()},
         }
         self._adapters = {name: size for name, size in program.matrices.items() if name not in program.weights}
+        table, rows = embedding_name(config), config.vocab_size
         cuts = [{name: cut for name, cut in shard.cuts.items() if name in self._specs} for shard in shards]
+        if shares_table:  # as a head, which it may be
+            for rank, own in enumerate(cuts):
+                own[table] = Cut(0, ((rows * rank // count, rows * (rank + 1) // count),))
         #: Of each rank what is cut of those weights that it holds in part, and of those that it uses in part.
         self._held, self._bound = cuts, [dict(own) for own in cuts]
-        whole = {embedding_name(config)}
+        whole = set() if shares_table else {table}
         if (draft := directory.draft) is not None:
             drafts = (model_program(draft.config, shape) for shape in limits.engine_shapes() if shape.model == "draft")
             whole |= {spec.name for own in drafts for spec in own.weights.values() if not spec.parts}
+        #: The table of embeddings, whose rows ranks share; None where the first has all of it, as for a draft's head.
+        self.table = None if table in whole else table
         self._held[0] = {name: cut for name, cut in cuts[0].items() if name not in whole}
         #: Of each rank its packed weights as it holds them.
         self.layouts = [
             {
-                name: _cut_layout(layout, self._specs[name], self._held[rank].get(name))
+                name: _cut_layout(layout, self._specs[name], held.get(name))
                 for name, layout in packed.items()
                 if self._holds(rank, name)
             }
-            for rank in range(count)
+            for rank, held in enumerate(self._held)
         ]
 
     def ranges(self, rank: int, name: str, shape: Sequence[int]) -> tuple[Range, ...]:
@@ -83,8 +92,8 @@ class RankWeights:
         return ((0, shape[1]),) if cut is None else cut.ranges
 
     def _holds(self, rank: int, name: str) -> bool:
-        """Whether a rank has anything of a weight: what no step uses, such as a table of embeddings, the first has."""
-        return name in self._specs and (rank == 0 or name in self._used)
+        """Whether a rank has anything of a weight: what no step uses, a table that is not shared, the first has."""
+        return name in self._specs and (rank == 0 or name in self._used or name in self._held[rank])
 
     def _shape(self, rank: int, name: str) -> tuple[int, ...]:
         cut, shape = self._held[rank].get(name), self._specs[name].shape
@@ -129,7 +138,8 @@ class RankWeights:
             own = self.layouts[rank]
             with backend.current():
                 if own:
-                    loader = PackedLoader(backend, backend.kernel_module, self._dtype, self._held[rank])
+                    held = self._held[rank]
+                    loader = PackedLoader(backend, backend.kernel_module, self._dtype, held, self.table)
                     specs = [self._specs[name] for name in own]
                     loaded[rank] |= loader.load(checkpoint, specs, loaded[rank], advance)
                 backend.synchronize()

@@ -19,13 +19,14 @@ from edgellm.kernels.tree.launcher import tree_source
 
 
 def step_modules(
-    models: Mapping[str, ModelConfig], dtype: str, loaded: Mapping[str, PackedLayout | None]
+    models: Mapping[str, ModelConfig], dtype: str, loaded: Mapping[str, PackedLayout | None], pieces: int = 1
 ) -> list[ModuleSource]:
     """Those of models by `EngineShape.model`, which compute in `dtype`, whatever sampling and drafting are asked for;
-    `loaded` are the weights, with their layouts where they are packed (None: dense)."""
+    `loaded` are the weights, with their layouts where they are packed (None: dense), and the base's table of embeddings
+    is in so many `pieces`."""
     found = [step_source(dtype), finite_source(dtype), DRAWING, CONSTRAINING, tree_source(dtype)]
     found += [WALK, ADVANCE, TREE_LOGITS]  # also without a draft: candidates may be given
-    for table in _packed_tables(models, loaded):
+    for table in _tables(models, loaded, pieces):
         found += [step_source(dtype, table), tree_source(dtype, table)]
     if "draft" in models:
         found += [TYPICAL, CHAINS]
@@ -38,10 +39,10 @@ def step_modules(
     return list(dict.fromkeys([*found, *commits]))
 
 
-def _packed_tables(
-    models: Mapping[str, ModelConfig], loaded: Mapping[str, PackedLayout | None]
+def _tables(
+    models: Mapping[str, ModelConfig], loaded: Mapping[str, PackedLayout | None], pieces: int
 ) -> Iterator[EmbeddingTable]:
-    """How embeddings are packed, of which tokens are looked up."""
+    """How embeddings are packed or parted, of which tokens are looked up."""
     for config in models.values():
         if isinstance(config, DecoderConfig):
             name = embedding_name(config)
@@ -49,6 +50,8 @@ def _packed_tables(
             name = DRAFT_EMBEDDING if config.has_embedding else config.base_embedding
         else:
             continue
-        layout = loaded.get(name)
-        if isinstance(layout, DeviceLayout):  # a table is of one format
-            yield EmbeddingTable(layout.scales, layout.mode)
+        layout = loaded.get(name)  # a table is of one format
+        packed = layout if isinstance(layout, DeviceLayout) else None
+        table = EmbeddingTable.of(packed, 1 if name == DRAFT_EMBEDDING else pieces)
+        if table is not None:
+            yield table

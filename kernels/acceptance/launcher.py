@@ -135,9 +135,9 @@ class CudaAcceptance(Launcher):
         self._filter_nodes(nodes, tree, state, rows)
         self.accept_sampled_chain(nodes, tree, state.active, rows, chain, accepted, workspace)
 
-    def move_accepted(self, caches, kvcache_start_index, accepted, hidden_states, pending, wraps=False):
+    def move_accepted(self, caches, kvcache_start_index, accepted, hidden_states, pending, wraps=False, alone=False):
         """Move the accepted rows of all caches and features together, one launch for each 256 caches whose rows have
-        the same size."""
+        the same size. `alone`: no features, which are not looked at."""
         check_alike(caches)
         arguments = (caches[0], kvcache_start_index, accepted, hidden_states, pending, wraps)
         sizes, packed = self._packed("move_accepted", *arguments)
@@ -150,7 +150,7 @@ class CudaAcceptance(Launcher):
             for first in range(0, len(alike), _CACHES_PER_LAUNCH)
         ]
         for number, (size, some) in enumerate(launches):
-            rows, gathers = (size, sizes["F"] * ITEM_SIZES[hidden_states.dtype]), sizes["W"] if number == 0 else 0
+            rows, gathers = (size, sizes["F"] * ITEM_SIZES[hidden_states.dtype]), 0 if alone or number else sizes["W"]
             width = _element_bytes(rows, *some, hidden_states, pending.features)
             elements = size // width
             grid = (gathers + -(-len(some) * sizes["H"] * elements // _COPY_THREADS), sizes["B"])

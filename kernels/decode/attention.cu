@@ -9,9 +9,10 @@
 // among them), every row counts as a key, and the mask decides at each.
 //
 // The 16 rows of an instruction are tokens times the query heads of one key-value head. A warp computes tiles for them by
-// itself: scores, weights and weighted values stay in its registers. Or four warps share a tile of large heads: each has the
-// scores of 16 keys, which it tells the others, and the weighted values of 64 columns. Scores of new keys are computed once
-// for all tokens and then put where each token has the key; values of new keys are multiplied for each token by itself.
+// itself: scores, weights and weighted values stay in its registers. Or four warps share a tile: each has the scores of 16
+// keys, which it tells the others, and the weighted values of a quarter of the columns. Scores of new keys are computed once
+// for all tokens and then put where each token has the key; values of new keys are multiplied for each token by itself. Where
+// each sequence has one new token, its key and value are read as if they stood in their tile.
 #include "decode/attention_heads.cuh"
 #include "decode/attention_states.cuh"
 #include "decode/attention_tile.cuh"
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
     for (int bits = block.least; bits <= block.most; ++bits) {
         const Division division = block.division_of(bits);
         Whole<SHARES ? 0 : OWN_STEPS<STEPS>> whole;
-        float kept[8][4];
+        Chunk<STEPS> kept;
         Softmax softmax{};
         Rows rows;
         int loaded = 0, place = 0;  // rounds whose tiles are here or come, and the place in memory of the next

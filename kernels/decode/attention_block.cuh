@@ -12,9 +12,11 @@ using namespace quantized;
 constexpr int ROWS = 16;  // of the instruction
 constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
 
-// Warps that share a tile of 16 rows: 1, or 4 of heads of more than 128 elements. Each has the scores of its part of the keys,
-// then the weights of all of them and the sums of its 64 columns, so no sum has another order.
+// Warps that share a tile of 16 rows: 1 or 4. Each has the scores of its part of the keys, then the weights of all of them and
+// the sums of its columns, so no sum has another order.
 constexpr int TILE_WARPS = HOST_TILE_WARPS;
+// Whether a sequence has one new token, and no mask. Its key and value then stand among those of a tile, by their addresses.
+constexpr bool ONE_TOKEN = HOST_ONE_TOKEN;
 // Whether a block, which then has one tile at a time, keeps the new keys, a tile's keys and its values one after the other in
 // the same memory, for GPUs whose blocks get too little for all of them.
 constexpr bool IN_TURN = HOST_IN_TURN;
@@ -31,6 +33,11 @@ template <typename T> using CacheElement = typename Choice<INT8, signed char, T>
 // come in turn.
 __device__ constexpr int parts_of(int steps) { return steps > 16 ? 2 : 1; }
 constexpr bool APART = HOST_HEAD_SIZE > 256 && !IN_TURN;
+// Steps of 16 columns that a warp has sums of at once: of warps that share a tile its part of all, else one chunk after the
+// other.
+template <int STEPS>
+constexpr int CHUNK_STEPS = TILE_WARPS == 1 ? 4 : (STEPS / parts_of(STEPS) + TILE_WARPS - 1) / TILE_WARPS;
+template <int STEPS> using Chunk = float[2 * CHUNK_STEPS<STEPS>][4];
 static_assert(!APART || !HOST_INT8, "rows of int8 come in turn");
 // Whether the next kernel starts once the first tile is multiplied, not at once: it takes room and time from warps that share
 // a tile, which are few.
@@ -137,7 +144,8 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     static constexpr int PADDED = 16 * STEPS, QUERY_STRIDE = row_bytes(STEPS, sizeof(T)) / sizeof(T);
     static constexpr int PARTS = parts_of(STEPS), PART_STEPS = STEPS / PARTS, PART = 16 * PART_STEPS;
     static constexpr int STRIDE = row_bytes(PART_STEPS, sizeof(Element)) / sizeof(Element);
-    static_assert(PARTS == 1 || PART == 64 * TILE_WARPS, "each warp has 64 columns of a part");
+    static constexpr int CHUNK_COLUMNS = 16 * CHUNK_STEPS<STEPS>;
+    static_assert(PARTS == 1 || PART == CHUNK_COLUMNS * TILE_WARPS, "each warp has columns of a part");
 
     // Memory, rows of STRIDE elements: of the ring, [stages, slots, KEY_TILE] keys, of each part APART, and as many values; of
     // the new tokens, keys and values likewise. Queries [row_tiles, ROWS]. Floats: scales of all these keys and values, if they have any. Then rows
@@ -152,11 +160,12 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     float2* tile_scores;
     unsigned number_bits;  // see `pair_of`
 
-    // What does not depend on the length of the sequence.
+    // What does not depend on the length of the sequence. What one token makes known is so to the compiler.
     __device__ __forceinline__ void find_place(char* shared, Tables& own_tables) {
+        if constexpr (ONE_TOKEN) tokens = token_blocks = tile_tokens = row_tiles = 1, masks_all = 0;
         warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same for a warp
         warps = blockDim.x / 32, slots = 1 << slot_bits, member = TILE_WARPS == 1 ? 0 : warp % TILE_WARPS;
-        slot = warp / TILE_WARPS & (slots - 1), row_tile = warp / TILE_WARPS >> slot_bits;
+        slot = warp / TILE_WARPS & (slots - 1), row_tile = ONE_TOKEN ? 0 : warp / TILE_WARPS >> slot_bits;
         split = blockIdx.x / PARTS, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
         sequence = token_blocks == 1 ? blockIdx.z : token_blocks == gridDim.z ? 0 : blockIdx.z / token_blocks;
         const int own_tokens = row_tiles * tile_tokens;
@@ -202,7 +211,8 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         } else {
             shift = low = 0;
             start = min(__ldcg(start_index + sequence), kv_rows - tokens), longest = start + tokens;
-            least = tile_bits_of(masks_all ? longest : start + 1, span_bits), most = tile_bits_of(longest, span_bits);
+            most = tile_bits_of(longest, span_bits);
+            least = ONE_TOKEN || masks_all ? most : tile_bits_of(start + 1, span_bits);
         }
         active = min(1 << split_bits, (start / KEY_TILE >> least + slot_bits) + 1);
         owner_bits = 31 - __clz(active);
@@ -216,7 +226,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         const int whole = division.new_span >> worker_bits, first = split << slot_bits;
         const int worker = division.new_span - (whole << worker_bits) - first;
         division.has_new = worker >= 0 && worker < slots;
-        const bool more = division.has_new && division.new_span + 1 < division.spans;
+        const bool more = !ONE_TOKEN && division.has_new && division.new_span + 1 < division.spans;
         division.rounds = (whole + (worker >= 0) + more) << tile_bits;
         return division;
     }
@@ -226,7 +236,8 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         const int worker_bits = split_bits + slot_bits;
         int span = (round >> division.tile_bits << worker_bits) + (split << slot_bits) + of_slot;
         if (span > division.new_span) {
-            if (span != division.new_span + (1 << worker_bits) || division.new_span + 1 >= division.spans) return -1;
+            if (ONE_TOKEN || span != division.new_span + (1 << worker_bits) || division.new_span + 1 >= division.spans)
+                return -1;
             span = division.new_span + 1;
         }
         return (span << division.tile_bits) + (round & ((1 << division.tile_bits) - 1));
@@ -255,11 +266,14 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         return n < 2 * STEPS - 1 || (n < 2 * STEPS && size == PADDED);
     }
 
-    // Which 64 columns of a part a warp has: number CHUNK of all, of warps that share a tile its own. One code for these.
-    template <int CHUNK> __device__ __forceinline__ int chunk() const { return TILE_WARPS == 1 ? CHUNK : member; }
+    // The first of those columns of a part that are chunk number CHUNK of a warp, of warps that share a tile each one's own.
+    template <int CHUNK> __device__ __forceinline__ int chunk_begin() const {
+        return CHUNK_COLUMNS * (TILE_WARPS == 1 ? CHUNK : member);
+    }
 
-    // x / group, for rows.
-    __device__ __forceinline__ int token_of(int row) const { return row * group_inverse >> 16; }
+    // The token of a row that exists, x / group, and the keys of a token.
+    __device__ __forceinline__ int token_of(int row) const { return ONE_TOKEN ? 0 : row * group_inverse >> 16; }
+    __device__ __forceinline__ int length_of(int token) const { return ONE_TOKEN ? longest : tables->lengths[token]; }
 
     // The row, among those of `context` and of `partial`, that a row of the block is.
     __device__ __forceinline__ size_t result_of(int row) const {

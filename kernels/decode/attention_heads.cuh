@@ -87,11 +87,8 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
 // The new tokens that each token sees, and the number of its keys. A warp reads the masks of some tokens at once.
 template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const Block<T, STEPS>& block) {
     constexpr int AT_ONCE = 4, HALVES = MAX_TOKENS / 32;
+    if constexpr (ONE_TOKEN) return;
     const int lane = threadIdx.x % 32;
-    if (block.tokens == 1) {
-        if (threadIdx.x == 0) block.tables->nodes[0][0] = 0, block.tables->lengths[0] = block.start + 1;
-        return;
-    }
     const bool reads = block.mask != nullptr && !block.masks_all;
 #pragma unroll 1
     for (int first = block.warp; first < block.own_count; first += AT_ONCE * block.warps) {
@@ -166,7 +163,7 @@ __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int ite
     head.kind = item < keys ? Kind::KEY : item < 2 * keys ? Kind::VALUE : Kind::QUERY;
     head.rotary = head.kind == Kind::VALUE ? 0 : block.rotary;
     const bool is_query = head.kind == Kind::QUERY;
-    const int row = item - 2 * keys, node = head.kind == Kind::VALUE ? item - keys : item;
+    const int row = item - 2 * keys, node = ONE_TOKEN ? 0 : head.kind == Kind::VALUE ? item - keys : item;
     const int t = is_query ? block.token_of(row) : node - block.first_token;
     const int own = row - t * block.group, token = block.sequence * block.tokens + block.first_token + t;
     const int place = is_query ? block.kv_head * block.group + own

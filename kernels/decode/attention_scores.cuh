@@ -23,12 +23,12 @@ __device__ __forceinline__ Rows rows_of(const Block<T, STEPS>& block, const Divi
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = threadIdx.x % 32 / 4 + 8 * half, token = rows.first_token + block.token_of(row);
-        const bool exists = token < rows.end_token;
+        const bool exists = ONE_TOKEN ? row < block.group : token < rows.end_token;
         rows.token[half] = exists ? token : -1, rows.row[half] = rows.first_token * block.group + row;
-        const int length = exists ? block.tables->lengths[token] : 0;
-        rows.length[half] = exists && block.bits_of(length) == division.tile_bits ? length : 0;
+        const int length = exists ? block.length_of(token) : 0;
+        rows.length[half] = exists && (ONE_TOKEN || block.bits_of(length) == division.tile_bits) ? length : 0;
     }
-    rows.longest = __reduce_max_sync(FULL_WARP, max(rows.length[0], rows.length[1]));
+    rows.longest = ONE_TOKEN ? block.longest : __reduce_max_sync(FULL_WARP, max(rows.length[0], rows.length[1]));
     return rows;
 }
 
@@ -57,11 +57,15 @@ __device__ __forceinline__ void fragment_of(unsigned (&fragment)[4], const Block
     }
 }
 
-// Products of eight keys, from a row of shared memory on, times the scales of these; as scores below a cap.
+// Products of eight keys, from a row of shared memory on, times the scales of these; as scores below a cap. `place`: see
+// `multiply_queries`.
 template <typename T, int STEPS>
-__device__ __forceinline__ void make_scores(float (&score)[4], const Block<T, STEPS>& block, int row) {
+__device__ __forceinline__ void make_scores(float (&score)[4], const Block<T, STEPS>& block, int row, int place = -1) {
     if constexpr (INT8) {
-        const float2 scales = *reinterpret_cast<const float2*>(block.scales + row + 2 * (threadIdx.x % 4));
+        const int column = 2 * (threadIdx.x % 4);
+        float2 scales = *reinterpret_cast<const float2*>(block.scales + row + column);
+        if (place == column) scales.x = block.scales[2 * block.ring];
+        if (place == column + 1) scales.y = block.scales[2 * block.ring];
 #pragma unroll
         for (int i = 0; i < 4; ++i) score[i] *= i % 2 ? scales.y : scales.x;
     }
@@ -69,20 +73,25 @@ __device__ __forceinline__ void make_scores(float (&score)[4], const Block<T, ST
 }
 
 // Products of the warp's 16 queries and COUNT times 16 keys, added to those of the parts before PART. A lane gets, of its two
-// rows, those of keys 2 (lane % 4) and + 1 of each 8. What the next step multiplies is on its way meanwhile.
+// rows, those of keys 2 (lane % 4) and + 1 of each 8. What the next step multiplies is on its way meanwhile. `place`: that of
+// the one new token's key among them, which lies elsewhere; -1: nowhere.
 template <int COUNT, int PART, typename T, int STEPS>
 __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block,
-                                                 const CacheElement<T>* keys) {
+                                                 const CacheElement<T>* keys, int place = -1) {
     constexpr int OWN = Block<T, STEPS>::PART_STEPS;
     const T* queries = block.queries + block.row_tile * ROWS * block.QUERY_STRIDE + block.PART * PART;
     const unsigned query_row = shared_address(queries) + lane_place(block.QUERY_STRIDE * sizeof(T));
     const unsigned key_row = shared_address(keys) + lane_place(block.bytes(1));
+    const int new_block = place >= 0 && place % BLOCK == threadIdx.x % 16 ? place / BLOCK : -1;
+    const CacheElement<T>* new_key = block.new_keys + (APART ? PART * block.STRIDE : 0);  // of one token
+    const unsigned new_row = shared_address(new_key) + threadIdx.x % 32 / 16 * 16;
     constexpr int PLACES = INT8 ? 1 : 2;  // of matrices, where those of bytes are free once they are operands
     unsigned query[2][4], key[PLACES][COUNT][4];
     auto load_key = [&](int k, int n) {
         const int turn = k / BLOCKS_AT_ONCE;
         if (k % BLOCKS_AT_ONCE == 0 && k < OWN)
-            load_matrices(key[turn % PLACES][n], key_row + block.bytes(BLOCK * n) + block_place<OWN>(turn));
+            load_matrices(key[turn % PLACES][n],
+                          (n == new_block ? new_row : key_row + block.bytes(BLOCK * n)) + block_place<OWN>(turn));
     };
     auto load = [&](int k, bool loads_keys) {
         load_matrices(query[k % 2], query_row + 32 * k);
@@ -165,6 +174,9 @@ __device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const B
     }
 }
 
+// Whether the new key is read as if it stood in its tile. In turn, keys of a tile come where it was.
+constexpr bool READS_NEW = ONE_TOKEN && !IN_TURN;
+
 // Scores of COUNT blocks of a tile's keys, the first of them at `begin`, in the ring at `ring_row`. `bring`: see
 // `compute_scores`.
 template <int COUNT, typename T, int STEPS, typename Bring>
@@ -173,11 +185,12 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
     const int lane = threadIdx.x % 32, stride = score_stride_of(block.tokens);
     const bool has_new = begin + COUNT * BLOCK > block.start;
     const float* of_rows = new_scores_of(block);
-    // Of warps that share a tile some may have no committed keys; in turn, all of them wait for each other.
-    if (TILE_WARPS == 1 || (IN_TURN && block.PARTS > 1) || begin < block.start) {
-        multiply_queries<COUNT, 0>(score, block, block.keys + ring_row * block.STRIDE);
+    const int new_place = READS_NEW ? block.start - begin : -1;
+    // Of warps that share a tile some may have no keys that exist before; in turn, all of them wait for each other.
+    if (TILE_WARPS == 1 || (IN_TURN && block.PARTS > 1) || begin < block.start + READS_NEW) {
+        multiply_queries<COUNT, 0>(score, block, block.keys + ring_row * block.STRIDE, new_place);
         if constexpr (APART)
-            multiply_queries<COUNT, 1>(score, block, block.keys + (block.ring + ring_row) * block.STRIDE);
+            multiply_queries<COUNT, 1>(score, block, block.keys + (block.ring + ring_row) * block.STRIDE, new_place);
     }
     if constexpr (IN_TURN && Block<T, STEPS>::PARTS > 1) {
         block.wait_for_tile();  // all warps have multiplied the first part
@@ -187,9 +200,16 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
         multiply_queries<COUNT, 1>(score, block, block.keys + ring_row * block.STRIDE);
     }
 #pragma unroll
-    for (int n = 0; n < 2 * COUNT; ++n) make_scores(score[n], block, ring_row + 8 * n);
+    for (int n = 0; n < 2 * COUNT; ++n) make_scores(score[n], block, ring_row + 8 * n, READS_NEW ? new_place - 8 * n : -1);
+    if constexpr (READS_NEW) {
+        const int before = WINDOW ? block.longest - block.window - 1 : -1;
+        if (!has_new && begin > before) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) hide_scores(score, half, begin, before, block.start);
+        return;
+    }
     if (!IN_TURN && (begin | (KEY_TILE - 1)) >= block.start) block.wait_for_tile();  // until scores of new keys are there
-    if (has_new && block.tokens == 1) {
+    if (ONE_TOKEN && has_new) {
 #pragma unroll
         for (int n = 0; n < 2 * COUNT; ++n) {
 #pragma unroll
@@ -240,7 +260,7 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
 template <typename T, int STEPS, typename Bring>
 __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
                                                const Rows& rows, int begin, int ring_row, const Bring& bring) {
-    if (!IN_TURN && begin + KEY_TILE > block.start && begin <= block.start) compute_new_scores<0>(block);
+    if (!ONE_TOKEN && !IN_TURN && begin + KEY_TILE > block.start && begin <= block.start) compute_new_scores<0>(block);
     if constexpr (TILE_WARPS == 1) {
         compute_scores_of<BLOCKS>(score, block, rows, begin, ring_row, bring);
     } else {

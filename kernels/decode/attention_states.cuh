@@ -13,7 +13,7 @@ template <int STEPS> struct Whole {
 };
 template <> struct Whole<0> {};  // of warps that share a row's spans
 // The steps of 16 columns that a warp has sums of.
-template <int STEPS> constexpr int OWN_STEPS = TILE_WARPS == 1 ? STEPS : 4;
+template <int STEPS> constexpr int OWN_STEPS = TILE_WARPS == 1 ? STEPS : CHUNK_STEPS<STEPS>;
 
 __device__ __forceinline__ void clear(Whole<0>&) {}
 template <int STEPS> __device__ __forceinline__ void clear(Whole<STEPS>& whole) {
@@ -28,12 +28,12 @@ template <int STEPS> __device__ __forceinline__ void clear(Whole<STEPS>& whole) 
 template <typename T, int STEPS>
 __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<OWN_STEPS<STEPS>>& whole, int row,
                                           int half) {
-    T* context = block.context + block.result_of(row) * block.size + 64 * block.member + block.PART * block.part();
+    const int begin = block.PART * block.part() + block.template chunk_begin<0>();
+    T* context = block.context + block.result_of(row) * block.size + begin;
     const float inverse = block.inverse_of(row, whole.maximum[half], whole.total[half]);
 #pragma unroll
     for (int i = 0; i < 2 * OWN_STEPS<STEPS>; ++i) {
-        const int eight = block.PART / 8 * block.part() + 8 * block.member + i;
-        if (!block.has_eight(eight)) continue;
+        if (!block.has_eight(begin / 8 + i)) continue;
         *reinterpret_cast<unsigned*>(context + column_of<INT8>(i)) =
             pack<T>(neighbour<0, INT8>(whole.sum, i, half) * inverse, neighbour<1, INT8>(whole.sum, i, half) * inverse);
     }
@@ -60,7 +60,7 @@ __device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int f
             const int item = min(begin + i * static_cast<int>(blockDim.x), items - 1), place = item / LANES_OF_ROW;
             row[i] = first + (place << step_bits);
             column[i] = min(block.PART * block.part() + 4 * (item % LANES_OF_ROW), size - 4);
-            const int length = block.tables->lengths[block.token_of(row[i])], bits = block.bits_of(length);
+            const int length = block.length_of(block.token_of(row[i])), bits = block.bits_of(length);
             last[i] = ((tiles_of(length) + (1 << bits) - 1) >> bits) - 1, most = max(most, last[i]);
             state[i] = THROUGH_L2 ? block.partial + block.result_of(row[i]) * block.states * stride
                                   : block.own_states + place * stride;

@@ -29,6 +29,15 @@ __device__ __forceinline__ void read_value_scales(float2 (&scale)[2 * BLOCKS], c
 #pragma unroll
     for (int n = 0; n < 2 * BLOCKS; ++n) scale[n] = *reinterpret_cast<const float2*>(of_ring + 8 * n);
     if (tile.begin + KEY_TILE <= block.start) return;
+    if constexpr (ONE_TOKEN) {  // keys behind the new one have weights of zero
+        const float own = block.scales[2 * block.ring + new_scales_of(block.tokens)];
+#pragma unroll
+        for (int n = 0; n < 2 * BLOCKS; ++n) {
+            if (begin + 8 * n == block.start) scale[n].x = own;
+            if (begin + 8 * n + 1 == block.start) scale[n].y = own;
+        }
+        return;
+    }
     const unsigned char* nodes = block.tables->nodes[max(rows.token[HALF], 0)];
     const float* of_new = block.scales + 2 * block.ring + new_scales_of(block.tokens);
     auto find = [&](float of_tile, int key) {
@@ -60,17 +69,21 @@ __device__ __forceinline__ void compute_weights(Tile& tile, float (&total)[4], S
     if (INT8 && tile.is_last) total[2 * HALF] = sum_of_row(total[2 * HALF]);
 }
 
-// Whether the weights are added by who adds the values of columns from 64 * CHUNK on. (Of int8 they are not those of values.)
+// Whether the weights are added by who adds the values of chunk number CHUNK. (Of int8 they are not those of values.)
 template <int CHUNK> constexpr bool ADDS_WEIGHTS = !INT8 && (CHUNK == 0 || TILE_WARPS > 1);
 
-// Adds to `sum` the values of a tile, so weighted, and to `total` the weights: columns from 64 * CHUNK on. The keys are the
-// same for all rows.
+// The steps of columns of chunk number CHUNK that a head has; of warps that share a tile, what the first one has.
+template <int CHUNK, int STEPS>
+constexpr int COLUMNS_OF = STEPS - 4 * CHUNK < CHUNK_STEPS<STEPS> ? STEPS - 4 * CHUNK : CHUNK_STEPS<STEPS>;
+
+// Adds to `sum` the values of a tile, so weighted, and to `total` the weights: of a chunk of columns. The keys are the same for
+// all rows.
 template <int CHUNK, typename T, int STEPS>
-__device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4], const unsigned (&weight)[BLOCKS][4],
+__device__ __forceinline__ void add_values(Chunk<STEPS>& sum, float (&total)[4], const unsigned (&weight)[BLOCKS][4],
                                            const Block<T, STEPS>& block, int begin, int ring_row) {
-    constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;  // of 16
+    constexpr int COLUMNS = COLUMNS_OF<CHUNK, STEPS>;
     constexpr int LOADS = (COLUMNS + BLOCKS_AT_ONCE - 1) / BLOCKS_AT_ONCE;
-    const unsigned values = shared_address(block.keys + 64 * block.template chunk<CHUNK>()) + threadIdx.x % 32 / 16 * 16;
+    const unsigned values = shared_address(block.keys + block.template chunk_begin<CHUNK>()) + threadIdx.x % 32 / 16 * 16;
     unsigned value[2][LOADS][4];
     auto load = [&](int n) {
         const int key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
@@ -96,11 +109,11 @@ __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4]
 
 // The same where tokens have new keys of their own: the weights of a token's rows alone meet its values.
 template <int CHUNK, typename T, int STEPS>
-__device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total)[4], const unsigned (&weight)[BLOCKS][4],
+__device__ __forceinline__ void add_own_values(Chunk<STEPS>& sum, float (&total)[4], const unsigned (&weight)[BLOCKS][4],
                                                const Block<T, STEPS>& block, const Rows& rows, int begin, int ring_row) {
-    constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;
+    constexpr int COLUMNS = COLUMNS_OF<CHUNK, STEPS>;
     constexpr int LOADS = (COLUMNS + BLOCKS_AT_ONCE - 1) / BLOCKS_AT_ONCE;
-    const unsigned values = shared_address(block.keys + 64 * block.template chunk<CHUNK>()) + threadIdx.x % 32 / 16 * 16;
+    const unsigned values = shared_address(block.keys + block.template chunk_begin<CHUNK>()) + threadIdx.x % 32 / 16 * 16;
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
         const int first = begin + BLOCK * n, key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
@@ -137,16 +150,17 @@ template <typename T, int STEPS> __device__ __forceinline__ float* unfinished_of
     return block.unfinished + (block.warp * ROWS + threadIdx.x % 32 / 4 + 8 * half) * state_stride_of(block.size);
 }
 
-// The sums of a span with a tile: columns from 64 * CHUNK on. A warp that has no others still has those of the tiles before.
+// The sums of a span with a tile: of a chunk of columns. A warp that has no others still has those of the tiles before.
 template <int CHUNK, typename T, int STEPS>
-__device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[4], const Block<T, STEPS>& block,
+__device__ __forceinline__ void compute_sums(Chunk<STEPS>& sum, float (&total)[4], const Block<T, STEPS>& block,
                                              const Rows& rows, const Softmax& softmax, const Tile& tile) {
+    constexpr int EIGHTS = 2 * CHUNK_STEPS<STEPS>;
     if (TILE_WARPS == 1 || tile.is_first) {
 #pragma unroll
-        for (int d = 0; d < 8; ++d) sum[d][0] = sum[d][1] = sum[d][2] = sum[d][3] = 0.f;
+        for (int d = 0; d < EIGHTS; ++d) sum[d][0] = sum[d][1] = sum[d][2] = sum[d][3] = 0.f;
     } else {
 #pragma unroll
-        for (int d = 0; d < 8; ++d) {
+        for (int d = 0; d < EIGHTS; ++d) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) sum[d][i] *= softmax.correction[i / 2];
         }
@@ -156,7 +170,7 @@ __device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[
         for (int half = 0; half < 2; ++half) {
             const float* before = unfinished_of(block, half) + 64 * CHUNK;
 #pragma unroll
-            for (int d = 0; d < 8; ++d) {
+            for (int d = 0; d < EIGHTS; ++d) {
                 if (!block.has_eight(8 * CHUNK + d)) continue;
                 const float2 two = *reinterpret_cast<const float2*>(before + column_of<INT8>(d));
                 neighbour<0, INT8>(sum, d, half) = two.x * softmax.correction[half];
@@ -164,17 +178,17 @@ __device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[
             }
         }
     }
-    if (tile.begin + KEY_TILE <= block.start || block.masks_all || block.tokens == 1)
+    if (ONE_TOKEN || tile.begin + KEY_TILE <= block.start || block.masks_all)
         add_values<CHUNK>(sum, total, tile.weight, block, tile.begin, tile.ring_row);
     else add_own_values<CHUNK>(sum, total, tile.weight, block, rows, tile.begin, tile.ring_row);
 }
 
 // Adds the sums of a span that is complete to the row's, where the warp has all spans of its rows.
-template <int CHUNK, int STEPS>
-__device__ __forceinline__ void add_sums(Whole<STEPS>& whole, const float (&sum)[8][4], const float2 (&factors)[2]) {
+template <int CHUNK, int STEPS, int EIGHTS>
+__device__ __forceinline__ void add_sums(Whole<STEPS>& whole, const float (&sum)[EIGHTS][4], const float2 (&factors)[2]) {
     constexpr int FIRST = TILE_WARPS == 1 ? 8 * CHUNK : 0;
 #pragma unroll
-    for (int d = 0; d < 8 && FIRST + d < 2 * STEPS; ++d) {
+    for (int d = 0; d < EIGHTS && FIRST + d < 2 * STEPS; ++d) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) add_part(whole.sum[FIRST + d][i], sum[d][i], factors[i / 2]);
     }
@@ -182,25 +196,24 @@ __device__ __forceinline__ void add_sums(Whole<STEPS>& whole, const float (&sum)
 
 // Leaves the sums at a lane's two rows' targets (null: nowhere).
 template <int CHUNK, typename T, int STEPS>
-__device__ __forceinline__ void write_sums(float* const (&targets)[2], const float (&sum)[8][4],
+__device__ __forceinline__ void write_sums(float* const (&targets)[2], const Chunk<STEPS>& sum,
                                            const Block<T, STEPS>& block) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (targets[half] == nullptr) continue;
-        const int eight = block.PART / 8 * block.part() + 8 * block.template chunk<CHUNK>();
-        float* target = targets[half] + 8 * eight;
+        const int begin = block.PART * block.part() + block.template chunk_begin<CHUNK>();
+        float* target = targets[half] + begin;
 #pragma unroll
-        for (int d = 0; d < 8; ++d)
-            if (block.has_eight(eight + d))
+        for (int d = 0; d < 2 * CHUNK_STEPS<STEPS>; ++d)
+            if (block.has_eight(begin / 8 + d))
                 *reinterpret_cast<float2*>(target + column_of<INT8>(d)) =
                     make_float2(neighbour<0, INT8>(sum, d, half), neighbour<1, INT8>(sum, d, half));
     }
 }
 
-// The sums of 64 columns from 64 * CHUNK on: to `whole` (of a span that is complete, where the warp has all of them) or to the
-// targets.
+// The sums of a chunk of columns: to `whole` (of a span that is complete, where the warp has all of them) or to the targets.
 template <int CHUNK, typename T, int STEPS, typename Sums>
-__device__ __forceinline__ void compute_chunk(Sums& whole, float (&sum)[8][4], float (&total)[4], float* const (&targets)[2],
+__device__ __forceinline__ void compute_chunk(Sums& whole, Chunk<STEPS>& sum, float (&total)[4], float* const (&targets)[2],
                                               const float2 (&factors)[2], const Block<T, STEPS>& block, const Rows& rows,
                                               const Softmax& softmax, const Tile& tile) {
     compute_sums<CHUNK>(sum, total, block, rows, softmax, tile);
@@ -212,16 +225,16 @@ __device__ __forceinline__ void compute_chunk(Sums& whole, float (&sum)[8][4], f
     }
 }
 
-// The sums of all columns from 64 * CHUNK on, of warps that share a tile each one's: `kept` from one tile to the next.
+// The sums of all columns from chunk number CHUNK on, of warps that share a tile each one's: `kept` from one tile to the next.
 template <int CHUNK, typename T, int STEPS, typename Sums>
-__device__ __forceinline__ void compute_chunks(Sums& whole, float (&kept)[8][4], float (&total)[4],
+__device__ __forceinline__ void compute_chunks(Sums& whole, Chunk<STEPS>& kept, float (&total)[4],
                                                float* const (&targets)[2], const float2 (&factors)[2],
                                                const Block<T, STEPS>& block, const Rows& rows, const Softmax& softmax,
                                                const Tile& tile) {
     if constexpr (TILE_WARPS == 1) {
-        float sum[8][4];
+        Chunk<STEPS> sum;
         compute_chunk<CHUNK>(whole, sum, total, targets, factors, block, rows, softmax, tile);
-    } else if (4 * block.member < block.PART_STEPS) {
+    } else if (CHUNK_STEPS<STEPS> * TILE_WARPS == block.PART_STEPS || CHUNK_STEPS<STEPS> * block.member < block.PART_STEPS) {
         compute_chunk<CHUNK>(whole, kept, total, targets, factors, block, rows, softmax, tile);
     }
     if constexpr (TILE_WARPS == 1 && 4 * (CHUNK + 1) < STEPS)
@@ -231,7 +244,7 @@ __device__ __forceinline__ void compute_chunks(Sums& whole, float (&kept)[8][4],
 // The warp's tile of a round: scores, weights, weighted values. The state of a span that ends with it is added to `whole`
 // where the warp has all spans of its rows, else it is left where they are merged.
 template <typename T, int STEPS, typename Sums>
-__device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], Softmax& softmax,
+__device__ __forceinline__ void compute_tile(Sums& whole, Chunk<STEPS>& kept, Softmax& softmax,
                                              const Block<T, STEPS>& block, const Rows& rows, const Division& division,
                                              int round, int stage) {
     constexpr bool SHARES = sizeof(Sums) < sizeof(Whole<OWN_STEPS<STEPS>>);
@@ -262,7 +275,7 @@ __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], S
     for (int half = 0; half < 2; ++half) {
         if (!tile.is_last) targets[half] = TILE_WARPS == 1 ? unfinished_of(block, half) : nullptr;
         else if constexpr (!SHARES) factors[half] = next_maximum(whole.maximum[half], softmax.maximum[half]);
-        else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE)
+        else if (rows.length[half] > (ONE_TOKEN ? 0 : (span << division.tile_bits) * KEY_TILE))
             targets[half] = block.state_of(rows.row[half], span) + 4;
     }
     if constexpr (IN_TURN) {

@@ -13,19 +13,15 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode.arguments import (
     THREADS,
     LinearArgument,
-    NormedArgument,
     addresses,
     check_room,
     cuda_type,
     decode_kernel,
-    kept_argument,
     linear_argument,
-    normed_argument,
-    rows_of,
 )
 from edgellm.kernels.decode.contract import ACTIVATIONS, MAX_TILED_ROWS, SLICES, STEP, slice_steps
-from edgellm.kernels.decode.geometries import DEEP, NARROW, Geometry, block_share, norm_geometry
-from edgellm.kernels.decode.linear import LINEAR_MACROS, NormLinearArgument
+from edgellm.kernels.decode.geometries import DEEP, NARROW, Geometry, block_share
+from edgellm.kernels.decode.linear import LINEAR_MACROS
 from edgellm.kernels.decode.packed_rows import packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.decode.tilings import Capacity
@@ -35,28 +31,32 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ADDING_THREADS = 128
-#: Of a block's own variables, at most.
-_GROUP_BYTES = 64
+#: Of a block's own variables, and of ids, weights and shares that it chooses, at most.
+_OWN_BYTES = 64 + contract.MAX_CHOOSING_ROWS * (8 * contract.MAX_CHOSEN + 4)
 #: Blocks of one launch of dense experts: so many times what the GPU has at once, where pairs have work for as many.
 _ROUNDS = 2
 
 
 class _Choice(ctypes.Structure):
-    """`Choice` of router.cu."""
+    """`Choice` of choice.cuh."""
 
     _fields_ = members(
-        "void* scores correction x gate ids weights shared",
+        "void* scores correction x gate",
         "int experts chosen columns sigmoid normalized first last",
         "float epsilon scale",
     )
 
 
+class _Written(ctypes.Structure):
+    """`Written` of choice.cuh."""
+
+    _fields_ = members("void* ids weights shared")
+
+
 class _Addition(ctypes.Structure):
     """`Addition` of addition.cuh."""
 
-    _fields_ = members(
-        "void* outputs weights shared shared_weights residual output", "int chosen width residual_float", "float scale"
-    )
+    _fields_ = members("void* outputs shared residual output", "int chosen width residual_float", "float scale")
 
 
 class _Product(ctypes.Structure):
@@ -65,22 +65,28 @@ class _Product(ctypes.Structure):
     _fields_ = [
         ("linear", LinearArgument),
         ("addition", _Addition),
+        ("written", _Written),
+        ("choice", _Choice),
         *members(
-            "void* expert_ids input output counters",
+            "void* input output counters",
             "ulonglong stride",
-            "int experts biases sharing pairs most",
+            "int experts biases sharing pairs rows most room",
             "float limit",
         ),
     ]
 
 
-_ROUTER_MACROS = (
-    *LINEAR_MACROS,
+_CHOICE_MACROS = (
     ("HOST_CHOICE_BYTES", ctypes.sizeof(_Choice)),
     ("HOST_ADDITION_BYTES", ctypes.sizeof(_Addition)),
     ("HOST_ADDING_THREADS", _ADDING_THREADS),
 )
-_PRODUCT_MACROS = (*LINEAR_MACROS, ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)), ("HOST_SILU", ACTIVATIONS["silu"]))
+_PRODUCT_MACROS = (
+    *LINEAR_MACROS,
+    ("HOST_CHOICE_BYTES", ctypes.sizeof(_Choice)),
+    ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)),
+    ("HOST_SILU", ACTIVATIONS["silu"]),
+)
 
 
 class CudaExperts:
@@ -89,77 +95,56 @@ class CudaExperts:
     def __init__(self, module: KernelModule, dtype: str) -> None:
         self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
 
-    def choose(self, scores, choice):
-        rows, argument, each = self._choice(scores, choice)
-        kernel = decode_kernel("experts/router.cu", f"experts::choose<{self._type}, {each}>", _ROUTER_MACROS)
-        return Launch(self.module, kernel, (rows, 1, 1), 32, 0, (argument,))
+    def choose(self, choice, routed):
+        (argument, each), rows = self._choice(choice), choice.scores.size // choice.routing.experts
+        for name, array in (("expert_ids", routed.expert_ids), ("expert_weights", routed.expert_weights)):
+            check_room(name, array, rows, choice.routing.chosen)
+        kernel = decode_kernel("experts/choice.cu", f"experts::choose<{self._type}, {each}>", _CHOICE_MACROS)
+        given = argument, *map(ctypes.c_void_p, addresses(*routed[:3]))
+        return Launch(self.module, kernel, (rows, 1, 1), 32, 0, given)
 
-    def route(self, normed, router, kept, scores, choice, counters, next_early=True):
-        """See `NumpyExperts.route`, of up to `MAX_ROUTED_ROWS` rows; `next_early` as for `norm_linear`."""
-        rows, argument, each = self._choice(scores, choice)
-        if rows > contract.MAX_ROUTED_ROWS or normed.weight is None or router.is_packed or router.adapters is not None:
-            raise KernelError(
-                f"a router of {rows} rows; expected up to {contract.MAX_ROUTED_ROWS}, normed, by dense weights alone"
-            )
-        limit, columns, experts = self.module.shared_limit, router.weight.shape[1], choice.routing.experts
-        geometry = norm_geometry(rows, [columns], limit, False, 0)
-        arguments = NormLinearArgument(
-            (NormedArgument * 2)(normed_argument(normed, self.dtype)),
-            linear_argument(router, rows, experts, 1.0),
-            kept_argument(kept, columns),
-            *(scores.pointer, next_early, 0),
-        )
-        expression = f"experts::route<{self._type}, decode::{geometry.name}, {each}>"
-        kernel = decode_kernel("experts/router.cu", expression, _ROUTER_MACROS)
-        blocks = min(-(-experts // 8), self.module.multiprocessors * geometry.blocks_per_multiprocessor)
-        shared_bytes = geometry.norm_bytes(1, 1, rows, columns)
-        given = arguments, argument, ctypes.c_void_p(counters.pointer)
-        return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, given)
-
-    def _choice(self, scores: DeviceArray, choice: contract.Choice) -> tuple[int, _Choice, int]:
-        """How many rows choose, by what, and how many experts a lane has."""
-        routing, routed, correction, shared, own = choice
-        rows, experts, chosen = scores.size // routing.experts, routing.experts, routing.chosen
+    def _choice(self, choice: contract.Choice) -> tuple[_Choice, int]:
+        """By what rows choose, and how many experts a lane has."""
+        routing, scores, correction, shared, own = choice
+        experts, chosen = routing.experts, routing.chosen
         reason = contract.experts_refusal(experts, chosen)
         if reason is not None or scores.dtype != "float32":
             raise KernelError(reason or f"scores of experts are {scores.dtype}; expected float32")
-        check_room("expert_ids", routed.expert_ids, rows, chosen)
-        check_room("expert_weights", routed.expert_weights, rows, chosen)
         x, gate = shared or (None, None)
         if x is not None and (x.shape[-1] % 8 or {x.dtype, *(() if gate is None else (gate.dtype,))} != {self.dtype}):
             raise KernelError(f"rows {x.dtype} {list(x.shape)} have no shared expert; expected {self.dtype} in eights")
         arguments = _Choice(
-            *addresses(scores, correction, x, gate, routed.expert_ids, routed.expert_weights, routed.shared_weights),
+            *addresses(scores, correction, x, gate),
             *(experts, chosen, 0 if x is None else x.shape[-1], routing.sigmoid, routing.normalized),
             *(own or (0, experts)),
             *(routing.epsilon, routing.scale),
         )
-        return rows, arguments, 1 << (-(-experts // 32) - 1).bit_length()
+        return arguments, 1 << (-(-experts // 32) - 1).bit_length()
 
-    def gate_up(self, x, expert_ids, experts, how, output):
-        return self._product(how.kind, x, expert_ids, experts, output, how)
+    def gate_up(self, x, routed, experts, how, output):
+        return self._product(how.kind, x, routed, experts, output, how)
 
     def down(self, x, expert_ids, experts, output):
-        return self._product("sums", x, expert_ids, experts, output, None)
+        return self._product("sums", x, contract.Routed(expert_ids), experts, output, None)
 
     def down_add(self, x, experts, products, addition, counters):
-        argument, rows = self._addition(products, addition)
-        check_room("counters", counters, rows, counter_words(argument.width))
-        return self._product("sums", x, addition.routed.expert_ids, experts, products, None, (argument, counters))
+        argument = self._addition(products, addition)
+        check_room("counters", counters, addition.routed.rows, counter_words(argument.width))
+        return self._product("sums", x, addition.routed, experts, products, None, (argument, counters))
 
     def add(self, outputs, addition):
         """See `NumpyExperts.add`, of up to 65,535 rows."""
-        argument, rows = self._addition(outputs, addition)
-        kernel = decode_kernel("experts/router.cu", f"experts::add<{self._type}>", _ROUTER_MACROS)
-        grid = -(-argument.width // (4 * _ADDING_THREADS)), rows, 1
-        return Launch(self.module, kernel, grid, _ADDING_THREADS, 0, (argument,))
+        argument = self._addition(outputs, addition)
+        kernel = decode_kernel("experts/choice.cu", f"experts::add<{self._type}>", _CHOICE_MACROS)
+        grid = -(-argument.width // (4 * _ADDING_THREADS)), addition.routed.rows, 1
+        written = _Written(*addresses(*addition.routed[:3]))
+        return Launch(self.module, kernel, grid, _ADDING_THREADS, 0, (argument, written))
 
-    def _addition(self, outputs: DeviceArray, addition: contract.Addition) -> tuple[_Addition, int]:
-        """What is added, and of how many rows."""
+    def _addition(self, outputs: DeviceArray, addition: contract.Addition) -> _Addition:
+        """What is added."""
         routed, residual, output, scale, shared = addition
         before = output if residual is None else residual
-        width, chosen = before.shape[-1], routed.expert_weights.shape[-1]
-        rows = routed.expert_weights.size // chosen
+        width, chosen, rows = before.shape[-1], routed.chosen, routed.rows
         if width % 8 or before.dtype not in ("float32", self.dtype) or output.dtype != "float32":
             raise KernelError(
                 f"a residual {before.dtype} {list(before.shape)} gets no experts' sum of {output.dtype}; expected "
@@ -168,14 +153,14 @@ class CudaExperts:
         for name, array, columns in (("outputs", outputs, chosen * width), ("residual", before, width)):
             check_room(name, array, rows, columns)
         check_room("output", output, rows, width)
-        arrays = addresses(outputs, routed.expert_weights, shared, routed.shared_weights, residual, output)
-        return _Addition(*arrays, chosen, width, before.dtype == "float32", scale), rows
+        arrays = addresses(outputs, shared, residual, output)
+        return _Addition(*arrays, chosen, width, before.dtype == "float32", scale)
 
     def _product(
         self,
         kind: str,
         x: DeviceArray,
-        expert_ids: DeviceArray,
+        routed: contract.Routed,
         experts: contract.ExpertWeights,
         output: DeviceArray,
         how: contract.Activation | None,
@@ -183,9 +168,13 @@ class CudaExperts:
     ) -> Launch:
         """The product of all pairs: of x [R, K] `how` activated, or without that of each pair's own row. `adding`: what
         is added, too, and its counters."""
-        (rows, columns), layout, gated, chosen = experts.shape, experts.layout, kind == "gated", expert_ids.shape[-1]
+        (rows, columns), layout, gated, chosen = experts.shape, experts.layout, kind == "gated", routed.chosen
         outputs, sharing = (rows, 1) if how is None else (rows // how.sums, chosen)
-        pairs = contract.check_pairs(rows_of(expert_ids), chosen)
+        pairs, choice, each, room = contract.check_pairs(routed.rows, chosen), _Choice(), 0, 0
+        if routed.choice is not None:
+            (choice, each), room = self._choice(routed.choice), routed.rows * (8 * chosen + 4)
+            if routed.rows > contract.MAX_CHOOSING_ROWS:
+                raise KernelError(f"blocks choose for up to {contract.MAX_CHOOSING_ROWS} rows, not {routed.rows}")
         reason = contract.matrix_refusal(rows, columns, gated, layout)
         if reason is not None or x.dtype != self.dtype:
             raise KernelError(reason or f"experts multiply {self.dtype}, not {x.dtype}")
@@ -193,21 +182,22 @@ class CudaExperts:
         check_room("output", output, pairs, outputs)
         linear = linear_argument(experts.linear, 1, rows // 2 if gated else rows, 1.0)
         addition, counters = adding or (_Addition(), None)
-        most, way = self._way(kind, experts, pairs, chosen)
+        most, (kernel, blocks, shared_bytes) = self._way(kind, experts, pairs, chosen, each)
         arguments = _Product(
-            *(linear, addition),
-            *addresses(expert_ids, x, output, counters),
+            *(linear, addition, _Written(*addresses(*routed[:3])), choice),
+            *addresses(x, output, counters),
             rows * columns * 2 if layout is None else expert_bytes(layout, experts.experts),
-            *(experts.experts, rows, sharing, pairs, most, 0.0 if how is None else how.limit),
+            *(experts.experts, rows, sharing, pairs, routed.rows, most, shared_bytes),
+            0.0 if how is None else how.limit,
         )
-        kernel, blocks, shared_bytes = way
-        return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes, (arguments,))
+        return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes + room, (arguments,))
 
     def _way(
-        self, kind: str, experts: contract.ExpertWeights, pairs: int, chosen: int
+        self, kind: str, experts: contract.ExpertWeights, pairs: int, chosen: int, each: int
     ) -> tuple[int, tuple[Kernel, int, int]]:
-        """How many pairs of an expert a block multiplies at most, the kernel, the blocks of each pair, or group of
-        them, and their shared memory."""
+        """How many pairs of an expert a block multiplies at most, the kernel, in which a lane chooses among `each`
+        experts (0: none does), the blocks of each pair, or group of them, and the shared memory of their products."""
+        macros = *_PRODUCT_MACROS, ("HOST_EACH", each)
         (height, columns), layout, gpu = experts.shape, experts.layout, capacity_of(self.module)
         rows, active = pairs // chosen, min(pairs, experts.experts)
         most = pairs_at_once(rows, active, (height, columns), kind == "gated", layout, gpu)
@@ -217,13 +207,13 @@ class CudaExperts:
             geometry, tiles, needed = dense_geometry(most, columns, kind == "gated", gpu.shared_limit)
             name = f"decode::{geometry.name}{'Pairs' if kind == 'gated' else ''}"
             arguments = f"{self._type}, {name}, experts::{kind.upper()}, {str(most > 1).lower()}"
-            kernel = decode_kernel("experts/dense_rows.cu", f"experts::dense<{arguments}>", _PRODUCT_MACROS)
+            kernel = decode_kernel("experts/dense_rows.cu", f"experts::dense<{arguments}>", macros)
             at_once = _ROUNDS * geometry.blocks_per_multiprocessor * gpu.multiprocessors
             return most, (kernel, min(-(-height // (8 * tiles)), -(-at_once // active)), needed)
         own, every = replace(layout, rows=height), replace(layout, rows=height * active)
         way = packed_rows(most, every, gpu, normed=False, experts_rows=rows)
         assert way is not None  # as `pairs_at_once` says
-        kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
+        kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, macros, "experts/packed_rows.cu")
         needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
         count = experts.experts  # of which rows that choose evenly have pairs of about so many:
         rest = max(0, 1 - chosen / count)  # of a rank's experts there may be fewer than a row chooses
@@ -258,7 +248,7 @@ def pairs_at_once(
             if way is None:
                 continue
             needed = way.shared_bytes(layout.block_bytes, columns, pairs, normed=False)
-        if needed + _GROUP_BYTES <= gpu.shared_limit:
+        if needed + _OWN_BYTES <= gpu.shared_limit:
             return pairs
     return None
 

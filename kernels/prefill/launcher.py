@@ -11,7 +11,7 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
-from edgellm.kernels.decode.attention import KEY_TILE, AttentionShape
+from edgellm.kernels.decode.attention_geometries import KEY_TILE, AttentionShape
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import Launcher

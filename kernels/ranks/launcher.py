@@ -4,14 +4,17 @@ waits for those of the others (sum.cu); what else they give each other is copied
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES
+from edgellm.kernels.ranks.nccl import NcclRank
 
 #: The most GPUs that share a model.
 MOST_RANKS = 8
@@ -48,7 +51,7 @@ def ranks_source(dtype: str) -> ModuleSource:
         "HOST_FEW_BLOCKS": _FEW_BLOCKS,
         "HOST_RANKS_BYTES": ctypes.sizeof(RanksArgument),
     }
-    expressions = tuple(_sum_of(dtype, turns) for turns in (0, 1, _DEPTH))
+    expressions = *(_sum_of(dtype, turns) for turns in (0, 1, _DEPTH)), f"ranks::sum_gathered<{CUDA_TYPES[dtype]}>"
     return ModuleSource(f"ranks_{dtype}", ("ranks/sum.cu",), expressions, (*macros.items(),))
 
 
@@ -80,18 +83,30 @@ class ArrayCopy:
         """It does not."""
 
 
+class Together(NamedTuple):
+    """What a rank does with all others by NCCL, in pieces. Each has three `stages`: what counts that the rank has come,
+    what all begin as one, and what it does with what came."""
+
+    stages: Sequence[Callable[[], None]]
+
+    def overlap_previous(self) -> None:
+        """What counts may start before its predecessor has ended."""
+        self.stages[0].overlap_previous()  # type: ignore[attr-defined]
+
+
 class CudaRank:
     """What one rank launches. Methods are those of `NumpyRank`."""
 
-    def __init__(self, module: KernelModule, dtype: str, argument: RanksArgument) -> None:
-        """`argument` says where the memory of all ranks is; it must stay there."""
-        self._module, self._dtype, self._argument = module, dtype, argument
+    def __init__(self, module: KernelModule, dtype: str, argument: RanksArgument, nccl: NcclRank | None = None) -> None:
+        """`argument` says where the memory of all ranks is; it must stay there. `nccl` brings things from rank to rank
+        (None: they use each other's memory)."""
+        self._module, self._dtype, self._argument, self._nccl = module, dtype, argument, nccl
         self._source = ranks_source(dtype)
         module.load(self._source)
 
     def sum(
         self, values: DeviceArray, output: DeviceArray, residual: DeviceArray | None = None, scale: float = 1.0
-    ) -> Launch:
+    ) -> Launch | Together:
         """See `NumpyRank.sum`; a multiple of 4 elements."""
         before = values if residual is None else residual
         is_float = values.dtype == output.dtype == "float32" and before.dtype in ("float32", self._dtype)
@@ -101,6 +116,8 @@ class CudaRank:
                 f"{output.dtype} {list(output.shape)}; expected float32 of one size, a multiple of 4"
             )
         pieces = values.size // 4
+        if self._nccl is not None:
+            return self._gathered(self._nccl, values, output, residual, scale)
         most = self._argument.blocks
         turns = 1 if pieces <= most * _THREADS else _DEPTH
         blocks = min(most, -(-pieces // (turns * _THREADS)))
@@ -109,9 +126,58 @@ class CudaRank:
         kernel = Kernel(self._source, _sum_of(self._dtype, 0 if pieces <= _FEW_BLOCKS * _THREADS else turns))
         return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, (self._argument, *pointers, *numbers))
 
-    def columns(self, values: DeviceArray, widths: Sequence[int], output: DeviceArray) -> ArrayCopy:
+    def _gathered(
+        self, nccl: NcclRank, values: DeviceArray, output: DeviceArray, residual: DeviceArray | None, scale: float
+    ) -> Together:
+        """As many elements at once as an inbox has place for."""
+        stages, inbox = list[Callable[[], None]](), self._argument.inboxes[self._argument.own]
+        for first in range(0, values.size, INBOX_BYTES // 4):
+            size = min(values.size - first, INBOX_BYTES // 4)
+            places = [output.pointer + 4 * first]
+            places += [0 if residual is None else residual.pointer + ITEM_SIZES[residual.dtype] * first]
+            is_float = residual is None or residual.dtype == "float32"
+            gather = partial(nccl.gather, values.pointer + 4 * first, inbox, 4 * size)
+            stages += [self._begun(), gather, self._add(size // 4, places, is_float, scale)]
+        return Together(stages)
+
+    def _begun(self) -> Launch:
+        return Launch(self._module, Kernel(self._source, "begun"), (1, 1, 1), 32, 0, (self._argument,))
+
+    def _add(
+        self, pieces: int = 0, places: Sequence[int] = (0, 0), is_float: bool = True, scale: float = 1.0
+    ) -> Launch:
+        """Adds pieces that were gathered, for the places of an output and a residual, and counts that they have come;
+        without pieces what else has come."""
+        numbers = ctypes.c_int(is_float), ctypes.c_float(scale), ctypes.c_longlong(pieces)
+        kernel = Kernel(self._source, f"ranks::sum_gathered<{CUDA_TYPES[self._dtype]}>")
+        blocks = max(1, min(_MOST_BLOCKS, -(-pieces // _THREADS)))
+        arguments = self._argument, *map(ctypes.c_void_p, places), *numbers
+        return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, arguments)
+
+    def columns(self, values: DeviceArray, widths: Sequence[int], output: DeviceArray) -> ArrayCopy | Together:
         """See `NumpyRank.columns`."""
-        return self.copy(values, output, sum(widths[: self._argument.own]))
+        own, begins = self._argument.own, [0, *accumulate(widths)]
+        if self._nccl is None:
+            return self.copy(values, output, begins[own])
+        rows, most = values.size // widths[own], INBOX_BYTES // (4 * max(widths))
+        whole, stages = output.reshape(rows, begins[-1]), list[Callable[[], None]]()
+        for first in range(0, rows, most):
+            target = whole[first : first + most]
+            inbox, brought, behind = self._argument.inboxes[own], list[Callable[[], None]](), list[Callable[[], None]]()
+            for rank, width in enumerate(widths):
+                place = values.pointer + 4 * first * width if rank == own else inbox + rank * INBOX_BYTES
+                part = DeviceArray(place, (target.shape[0], width), "float32", values)
+                brought += [partial(self._nccl.broadcast, rank, place, part.nbytes)] if rank else []
+                behind += [self.copy(part, target, begins[rank])] if own == 0 else []
+            stages += [self._begun(), partial(_in_turn, brought), partial(_in_turn, [*behind, self._add()])]
+        return Together(stages)
+
+    def bring(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> list[Any]:
+        """What lets a rank's `targets` be the `sources`, which are the first one's, and its targets, too."""
+        if self._nccl is not None:
+            brought = [partial(self._nccl.broadcast, 0, target.pointer, target.nbytes) for target in targets]
+            return [Together([self._begun(), partial(_in_turn, brought), self._add()])]
+        return [self.copy(*pair) for pair in zip(sources, targets, strict=True)] if self._argument.own else []
 
     def copy(self, source: DeviceArray, target: DeviceArray, column: int = 0) -> ArrayCopy:
         """See `ArrayCopy`."""
@@ -120,6 +186,11 @@ class CudaRank:
     def joined(self) -> Launch:
         """A launch that does nothing: what comes behind it has one predecessor."""
         return Launch(self._module, Kernel(self._source, "joined"), (1, 1, 1), 32, 0, ())
+
+
+def _in_turn(launches: Sequence[Callable[[], None]]) -> None:
+    for launch in launches:
+        launch()
 
 
 def _sum_of(dtype: str, turns: int) -> str:

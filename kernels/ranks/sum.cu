@@ -8,6 +8,9 @@
 //
 // Rounds are counted in the memory of the ranks, so that a captured launch can be repeated. Messages of two rounds have two
 // places: who has a message of a round knows that its sender has read those of the round before it.
+//
+// Where GPUs do not reach each other's memory NCCL gathers what all have, in this rank's inbox; then `begun` stands before
+// each gather, and `sum_gathered` behind it.
 #include "shared/elements.cuh"
 #include "shared/programmatic_launch.cuh"
 
@@ -24,7 +27,7 @@ struct Ranks {
     unsigned* flags[MOST];
     unsigned* rounds;   // [MOST_BLOCKS]: of this rank's blocks, so far
     unsigned* stopped;  // [1]: whether this rank has waited in vain
-    unsigned* missed;   // [1] in memory that the host sees: 1 + the rank that did not come
+    unsigned* missed;   // [2] in memory that the host sees: 1 + the rank that did not come; by NCCL, sums begun and ended
     long long limit;    // nanoseconds that a round waits
     int own, count;
     int early;   // whether the next kernel may start before the others came: not where ranks share a GPU
@@ -223,6 +226,34 @@ __global__ void __launch_bounds__(THREADS, 4)  // where 8 ranks share a GPU, all
                     finished<T>(sums[turn], scale, residual, residual_is_float, parts[turn]);
     }
     if (threadIdx.x == 0) ranks.rounds[blockIdx.x] = round;
+}
+
+// This rank has come to a gather.
+extern "C" __global__ void begun(const __grid_constant__ Ranks ranks) {
+    wait_for_previous_kernel();
+    if (threadIdx.x != 0) return;
+    const unsigned round = ranks.rounds[0] + 1;
+    ranks.rounds[0] = round;
+    *reinterpret_cast<volatile unsigned*>(ranks.missed) = round;
+}
+
+// As sums above, of what was gathered: [count][n] float in the inbox. It starts when that is there.
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    sum_gathered(const __grid_constant__ Ranks ranks, float4* output, const void* residual, int residual_is_float,
+                 float scale, long long pieces) {
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    const float4* gathered = ranks.inboxes[ranks.own];
+    const long long first = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+    for (long long piece = first; piece < pieces; piece += static_cast<long long>(gridDim.x) * THREADS) {
+        float4 before, sum = __ldcg(gathered + piece);
+        if (residual != nullptr) before = load_residual(residual, residual_is_float, piece);
+#pragma unroll 1
+        for (int rank = 1; rank < ranks.count; ++rank) sum = added(sum, __ldcg(gathered + rank * pieces + piece));
+        output[piece] = finished<T>(sum, scale, residual, residual_is_float, before);
+    }
+    if (first == 0) *reinterpret_cast<volatile unsigned*>(ranks.missed + 1) = ranks.rounds[0];
 }
 
 // What stands in a stream where several have come together: the next kernel has one predecessor.

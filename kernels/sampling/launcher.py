@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from edgellm.kernels.decode.arguments import MACROS
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
-from edgellm.kernels.quantization.device_layout import PackedMatrix
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.sampling.contract import (
     IN_PROMPT,
     ModelTables,
@@ -53,36 +53,71 @@ DRAWING = _source(
 CONSTRAINING = _source("constrain", ("sampling/constrain.cu",), "constrain_logits")
 
 
-class EmbeddingTable(NamedTuple):
-    """What kernels know of a packed embedding table when they are compiled: see decode/packed_codes.cuh."""
+@dataclass(frozen=True)
+class SharedTable:
+    """An embedding table [V, H] in `pieces` in the memory of n GPUs, of which piece i has the rows from V i / n to
+    before V (i + 1) / n; `places` uint64 [n] are their addresses, for kernels that reach them all."""
 
-    scales: int
-    mode: int
+    pieces: tuple[DeviceArray | PackedMatrix, ...]
+    places: DeviceArray
+
+    @property
+    def whole(self) -> DeviceArray:
+        """The table as contracts check it."""
+        first, rows = self.pieces[0], sum(piece.shape[0] for piece in self.pieces)
+        return DeviceArray(self.places.pointer, (rows, first.shape[1]), first.dtype, self)
+
+
+class EmbeddingTable(NamedTuple):
+    """What kernels know of an embedding table when they are compiled: of a packed one `scales` and `mode`, which see
+    decode/packed_codes.cuh, and in how many `pieces` it is."""
+
+    scales: int = 0
+    mode: int = 0
+    pieces: int = 1
+
+    @classmethod
+    def of(cls, layout: DeviceLayout | None, pieces: int = 1) -> EmbeddingTable | None:
+        """Of a table that is packed so (None: dense); None of a dense one in one piece."""
+        if layout is None:
+            return cls(pieces=pieces) if pieces > 1 else None
+        return cls(layout.scales, layout.mode, pieces)
+
+    @property
+    def name(self) -> str:
+        """What the names of its sources end with."""
+        packed = f"_{self.scales}_{self.mode}" if self.scales else ""
+        return packed + (f"_in_{self.pieces}" if self.pieces > 1 else "")
 
     @property
     def macros(self) -> tuple[tuple[str, int | str], ...]:
         """What a source is compiled with."""
-        return (("EMBEDDING_SCALES", self.scales), ("EMBEDDING_MODE", self.mode), *MACROS)
+        packed = (("EMBEDDING_SCALES", self.scales), ("EMBEDDING_MODE", self.mode), *MACROS) if self.scales else ()
+        return (*packed, *((("EMBEDDING_PIECES", self.pieces),) if self.pieces > 1 else ()))
 
 
 def split_tables(tables: ModelTables) -> tuple[ModelTables, EmbeddingTable | None]:
-    """Tables as contracts check them, and how the embedding is packed: None if it is not."""
-    packed = tables.embedding
-    if not isinstance(packed, PackedMatrix):
-        return tables, None
-    if packed.shape[1] % 8:
+    """Tables as contracts check them, and what kernels know of the embedding: None of a dense one in one piece."""
+    table = tables.embedding
+    first, pieces = (table.pieces[0], len(table.pieces)) if isinstance(table, SharedTable) else (table, 1)
+    packed = first if isinstance(first, PackedMatrix) else None
+    if packed is not None and packed.shape[1] % 8:
         raise KernelError(f"a packed embedding has {packed.shape[1]} columns; expected a multiple of 8")
-    table = DeviceArray(packed.pointer, packed.shape, packed.dtype, packed.data)
-    return tables._replace(embedding=table), EmbeddingTable(packed.layout.scales, packed.layout.mode)
+    if isinstance(table, SharedTable):
+        table = table.whole
+    elif packed is not None:
+        table = DeviceArray(packed.pointer, packed.shape, packed.dtype, packed.data)
+    return tables._replace(embedding=table), EmbeddingTable.of(None if packed is None else packed.layout, pieces)
 
 
 @lru_cache
 def step_source(dtype: str, embedding: EmbeddingTable | None = None) -> ModuleSource:
-    """What a plain greedy step of a model of `dtype` needs, which may have a packed embedding."""
+    """What a plain greedy step of a model of `dtype` needs, which may have an embedding that is packed or in
+    pieces."""
     kernel = f"prepare_step<{CUDA_TYPES[dtype]}>"
     if embedding is None:
         return _source(f"step_{dtype}", ("sampling/step.cu",), kernel, "argmax")
-    source = _source(f"step_{dtype}_{embedding.scales}_{embedding.mode}", ("sampling/step.cu",), kernel)
+    source = _source(f"step_{dtype}{embedding.name}", ("sampling/step.cu",), kernel)
     return replace(source, macros=source.macros + embedding.macros)
 
 

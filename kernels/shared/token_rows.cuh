@@ -50,12 +50,32 @@ __device__ inline void unpack_row(
 }
 #endif
 
+#ifdef EMBEDDING_PIECES
+// Of a table whose rows so many GPUs share, in the order of ids, `places` are where each has its own: what has a token's row,
+// and which it is there.
+__device__ inline const char* piece_with(const char* places, int& token_id, unsigned vocabulary) {
+    const unsigned long long* begins = reinterpret_cast<const unsigned long long*>(places);
+    const unsigned id = token_id;
+    unsigned long long found = __ldg(begins);
+#pragma unroll
+    for (unsigned piece = 1; piece < EMBEDDING_PIECES; ++piece) {
+        const unsigned first = vocabulary * piece / EMBEDDING_PIECES;
+        const unsigned long long begin = __ldg(begins + piece);  // loaded in any case, while the id is under way
+        if (id >= first) found = begin, token_id = id - first;
+    }
+    return reinterpret_cast<const char*>(found);
+}
+#endif
+
 // The row of a token id, H elements; zeros for an unknown id. Threads are those of a block from its first one on.
 template <class Compute>
 __device__ inline void look_up(
     const char* table, int token_id, char* target, unsigned vocabulary, unsigned columns, unsigned threads = blockDim.x) {
     const bool known = token_id >= 0 && unsigned(token_id) < vocabulary;
     const size_t row_bytes = columns * sizeof(Compute);
+#ifdef EMBEDDING_PIECES
+    if (known) table = piece_with(table, token_id, vocabulary);
+#endif
 #ifdef EMBEDDING_MODE
     if (known) {
         unpack_row(table, token_id, reinterpret_cast<Compute*>(target), columns, threadIdx.x, threads);

@@ -31,12 +31,12 @@ _KEPT_CANDIDATES, _KEPT_BYTES = 2048, 12
 
 @lru_cache
 def tree_source(dtype: str, embedding: EmbeddingTable | None = None) -> ModuleSource:
-    """What drafting needs for a model of `dtype`, which may have a packed embedding."""
+    """What drafting needs for a model of `dtype`, which may have an embedding that is packed or in pieces."""
     compute = CUDA_TYPES[dtype]
     verifications = (f"draft_verification<{compute}, {kept}>" for kept in ("true", "false"))
     expansion = ("draft_expand", "draft_block_tree") if embedding is None else ()
     return ModuleSource(
-        f"tree_{dtype}" + ("" if embedding is None else f"_{embedding.scales}_{embedding.mode}"),
+        f"tree_{dtype}{'' if embedding is None else embedding.name}",
         (*(("tree/expand.cu",) if expansion else ()), "tree/block.cu", "tree/proposal.cu", "tree/verification.cu"),
         (*expansion, f"draft_block<{compute}>", f"draft_proposal<{compute}>", *verifications),
         (

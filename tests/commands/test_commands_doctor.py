@@ -65,7 +65,9 @@ def test_all_of_it_as_json(tiny_draft_engines: Path) -> None:
     result = doctor("--model", tiny_draft_engines, "--json")
     assert (result.returncode, result.stderr) == (0, "")
     said = json.loads(result.stdout)
-    assert {"system", "GPU", "driver", "TensorRT", "pycuda", "NVRTC", "memory", "cache"} == set(said["machine"])
+    assert {"system", "GPU", "driver", "TensorRT", "pycuda", "NVRTC", "memory", "exchange", "cache"} == set(
+        said["machine"]
+    )
     assert said["model"] == {"path": str(tiny_draft_engines), "family": "qwen3", "dtype": "float16"}
     checks = {check["name"]: check for check in said["checks"]}
     assert said["ok"] and checks["numpy"]["tokens"] == 8

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm.engines.backends import cuda_ranks
+from edgellm.engines.backends import cuda_ranks, rank_memory
 from edgellm.engines.backends.device_layouts import model_layouts
 from edgellm.engines.backends.rank_memory import RankStreams
 from edgellm.engines.building.needed_kernels import AbsentBackend
@@ -112,12 +112,21 @@ class _RankOnNothing(ServingOnNothing):
 
 
 def ranks_on_nothing(directory: EngineDirectory, count: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The backend of so many such GPUs."""
+    """The backend of so many such GPUs, which gather nothing where NCCL is asked for."""
+    own = SimpleNamespace(gather=_nothing, broadcast=_nothing)
+    nccl = SimpleNamespace(
+        ranks=[own] * count, communicators=SimpleNamespace(group=nullcontext), watch=_nothing, close=_nothing
+    )
+    monkeypatch.setattr(rank_memory, "NcclRanks", lambda *arguments: nccl)
     monkeypatch.setattr(cuda_ranks, "CudaBackend", _RankOnNothing)
     monkeypatch.setattr(RankStreams, "_event", lambda streams, device: SimpleNamespace(record=lambda stream: None))
     made: Any = type("RanksOnNothing", (cuda_ranks.CudaRanks, _RankOnNothing), {})
     packed = model_layouts(directory.models, directory.checkpoints, directory.dtype)
     return made(directory, packed, "auto", (0,) * count)
+
+
+def _nothing(*arguments: Any) -> None:
+    """Done."""
 
 
 def _ones(array: DeviceArray) -> np.ndarray:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from gpu_device import device_copy
 
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
 from edgellm.kernels.quantization.packed_weight import (
@@ -19,6 +22,7 @@ from edgellm.kernels.quantization.packed_weight import (
     code_values,
     rounded,
 )
+from edgellm.kernels.sampling.launcher import SharedTable
 
 
 def compute_bits(values: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -107,6 +111,27 @@ def with_factors(weight: PackedWeight, numbers: tuple[float, ...], divides: bool
     scales = values[random.integers(0, 127, weight.scales.shape)]
     wholes = np.repeat(np.float32(numbers), -(-len(scales) // len(numbers)))[: len(scales), None]
     return replace(weight, scales=scales / wholes if divides else scales * wholes)
+
+
+def in_pieces(weight: PackedWeight, count: int) -> list[PackedWeight]:
+    """The rows of a weight without levels, as so many GPUs have those of a table."""
+    ends = [len(weight.codes) * number // count for number in range(count + 1)]
+    return [
+        replace(
+            weight,
+            codes=weight.codes[begin:end],
+            scales=weight.scales[begin:end],
+            zeros=None if weight.zeros is None else weight.zeros[begin:end],
+        )
+        for begin, end in pairwise(ends)
+    ]
+
+
+def shared_table(gpu: Any, pieces: Sequence[DeviceArray | PackedMatrix]) -> SharedTable:
+    """A table in pieces, for kernels of a GPU."""
+    places = gpu.empty((len(pieces),), "uint64")
+    gpu.upload(places, np.array([piece.pointer for piece in pieces], np.uint64))
+    return SharedTable(tuple(pieces), places)
 
 
 def packed_copy(gpu: Any, weight: PackedWeight, dtype: str | None = None) -> PackedMatrix:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from window_cases import CASES, EPSILON, WindowCase
 
-from edgellm.kernels.decode.attention import AttentionShape, attention_geometry, attention_shared_bytes
+from edgellm.kernels.decode.attention_geometries import AttentionShape, attention_geometry, attention_shared_bytes
 from edgellm.kernels.decode.contract import MAX_TOKENS
 from edgellm.kernels.decode.heads_twin import rms_norm, rotary_embedding
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, attend

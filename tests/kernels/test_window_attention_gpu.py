@@ -11,11 +11,11 @@ from device_bits import from_bits, relative, stored, to_bits, widened
 from gpu_device import device_copy
 from window_cases import CASES, WindowCase
 
-from edgellm.kernels.decode.attention import (
+from edgellm.kernels.decode.attention import attention_launch
+from edgellm.kernels.decode.attention_geometries import (
     AttentionGeometry,
     AttentionShape,
     attention_counters,
-    attention_launch,
     attention_partials,
 )
 from edgellm.kernels.decode.contract import AttentionScratch, NormedInput
@@ -100,7 +100,7 @@ def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str)
     arrays = rounded(case, case.arrays(), dtype)
     usual = Step(gpu, case, arrays, dtype)
     module, tried = gpu.kernel_module, 0
-    kinds = ((1, False), (4, False), (4, True)) if case.size > 128 else ((1, False),)
+    kinds = ((1, False), (4, False), (4, True))
     for splits, in_cluster in ((1, False), (2, True), (8, True), (4, False), (32, False)):
         for (slots, row_tiles, stages), kind in product(((1, 1, 1), (1, 2, 3), (2, 1, 2), (4, 2, 1), (8, 1, 1)), kinds):
             most = -(-case.tokens // (16 // case.group))

@@ -87,6 +87,22 @@ def test_experts_and_recurrent_layers_are_those_of_one_drafted_and_plain(
     assert found[0] == found[1]
 
 
+def told_of_a_picture(llm: LLM) -> list[list[int]]:
+    """Drafted, if the model drafts, and drawn."""
+    parts = [
+        {"type": "image", "image": str(SHIPPED_MODEL / "scenes" / "toys.png")},
+        {"type": "text", "text": "What is red?"},
+    ]
+    return [[*llm.chat([{"role": "user", "content": parts}], params).token_ids] for params in (GREEDY, DRAWN)]
+
+
+def test_pictures_are_seen_as_by_one(one: LLM, two: LLM) -> None:
+    found = told_of_a_picture(two)
+    assert found == told_of_a_picture(one)
+    blind = two.chat([{"role": "user", "content": "What is red?"}], GREEDY)
+    assert found[0] != [*blind.token_ids]
+
+
 def test_conversations_go_on_from_their_rows(one: LLM, two: LLM) -> None:
     told = []
     for llm in (one, two):

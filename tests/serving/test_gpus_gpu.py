@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from decoy_nccl import ask_for_nccl
 from every_kind import DRAFTINGS
 from packed_checkpoints import write_packed
+from safetensors.numpy import load_file, save_file
 from tiny_families import FAMILIES, MIXTURES, ONE_GROUP, RECURRENT, TOLERANCES, WINDOWED
 
-from edgellm import LLM, EngineError, Request, SamplingParams
+from edgellm import LLM, DraftingConfig, EngineError, Request, SamplingParams
 from edgellm.device.proof import compared_tokens
 from edgellm.engines.backends import cuda_ranks, opening
 from edgellm.engines.backends.cuda_ranks import CudaRanks
-from edgellm.engines.backends.rank_memory import RankMemory, RankStreams
+from edgellm.engines.backends.rank_memory import BY_NCCL, RankMemory, RankStreams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.decoder import embedding_name
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
 from edgellm.errors import DeviceLostError
 from edgellm.kernels.gpu import visible_gpus
+from edgellm.kernels.sampling.launcher import SharedTable
 from edgellm.opened_model import SHIPPED_MODEL
 from tests.serving import test_gpus
 from tests.serving.test_gpus import DRAWN, GREEDY, TREE
@@ -32,16 +38,20 @@ from tests.serving.test_prefill import host_values
 pytestmark = pytest.mark.gpu
 
 PROMPTS = (*test_gpus.PROMPTS, "b " * 300)
+#: Of a draft, those without which it takes the base's head.
+HEAD_TENSORS = {"lm_head.weight", "d2t", "t2d"}
 answers = partial(test_gpus.answers, prompts=PROMPTS)
 
 
-@pytest.fixture(params=["one", "own"], scope="module")
+@pytest.fixture(params=["one", "own", "nccl"], scope="module")
 def places(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both ranks on the first GPU, or each on one of its own."""
+    """Both ranks on the first GPU, or each on one of its own: in each other's memory, or by NCCL."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "one":
             request.getfixturevalue("queues")
             patch.setattr(opening, "rank_gpus", lambda first, count: (0,) * count)
+        elif request.param == "nccl":
+            ask_for_nccl(patch)
         elif len(visible_gpus()) < 2:
             pytest.skip("there is one GPU")
         yield
@@ -69,6 +79,20 @@ def test_tokens_are_those_of_one_gpu_and_of_numpy_up_to_near_ties(one: LLM, two:
             compared = compared_tokens(expected, found, logits, LOGIT_TOLERANCES["float16"])
             print(f"\n{name}: {compared}")
             assert not compared["faults"], (name, compared)
+
+
+def test_tokens_by_nccl_are_those_of_gpus_that_use_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, drafted and plain."""
+    ask_for_nccl(monkeypatch)
+    found = []
+    for way in ("", "1"):
+        monkeypatch.setenv(BY_NCCL, way)
+        with LLM(backend="tensorrt", gpus=2, drafting=TREE) as llm:
+            assert (llm._runtime._open_runner().backend.memory.nccl is not None) is (way == "1")
+            found.append([answers(llm, params) for params in (GREEDY, DRAWN)])
+            llm.use_drafting(None)
+            assert [answers(llm, params) for params in (GREEDY, DRAWN)] == found[-1]
+    assert found[0] == found[1]
 
 
 def test_drafted_and_plain_and_run_to_run_nothing_differs(two: LLM) -> None:
@@ -207,3 +231,58 @@ def test_packed_weights_give_the_tokens_of_their_dense_twin(places: None, tmp_pa
         with LLM(model.with_suffix(".engines"), backend="tensorrt", gpus=2, drafting=None) as llm:
             found.append(answers(llm, GREEDY))
     assert found[0] == found[1]
+
+
+def test_pictures_are_seen_among_tokens_that_any_gpu_has(one: LLM, two: LLM) -> None:
+    """The encoder is the first one's."""
+    found = [test_gpus.told_of_a_picture(llm) for llm in (one, two, two)]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "head", "embedding", "is_shared"),
+    [
+        (True, "as-published", "auto", True),  # the head's rows are the table's
+        (False, "as-published", "auto", True),
+        (True, "int8", "as-published", True),
+        (True, "int8", "head", True),  # tokens are looked up in a packed head
+        (True, "int4", "head", True),
+        (False, "int4", "as-published", True),
+        (True, "as-published", "auto", False),  # a draft has no other head, and computes on the first GPU alone
+    ],
+)
+def test_tables_that_gpus_share_embed_as_those_of_one(
+    places: None,
+    is_tied: bool,
+    head: str,
+    embedding: str,
+    is_shared: bool,
+    make_checkpoint: Callable[..., Path],
+    make_draft: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Of the base and of a draft without a table of its own."""
+    source = make_checkpoint(tmp_path / "source", 4, tie_word_embeddings=is_tied)
+    draft = make_draft(tmp_path / "draft", **({} if is_shared else {"draft_vocab_size": 320}))
+    if not is_shared:
+        tensors = load_file(draft / "model.safetensors")
+        save_file({name: tensors[name] for name in tensors.keys() - HEAD_TENSORS}, draft / "model.safetensors")
+    limits, tree = EngineLimits(2, 16, 96, 4, 3, 12), DraftingConfig(4, 3, 12)
+    target = tmp_path / "engines"
+    build_engine_directory(source, target, limits, [], draft=draft, dtype="float16", head=head, embedding=embedding)
+    short, found = replace(GREEDY, max_tokens=8), []
+    for gpus in (1, 2):
+        with LLM(target, backend="tensorrt", gpus=gpus, drafting=tree) as llm:
+            found.append(test_gpus.answers(llm, short))
+            prompts = [llm.tokenizer.encode(prompt) for prompt in test_gpus.PROMPTS]
+            llm.use_drafting(None)
+            assert test_gpus.answers(llm, short) == found[-1], gpus
+            if gpus == 2:
+                runner: Any = llm._runtime._open_runner()
+                table = runner.base.weights[embedding_name(runner.config)]
+                assert isinstance(table, SharedTable) == (is_shared and runner.backend.memory.nccl is None)
+                del runner, table
+    with open_runner("numpy", EngineDirectory.open(target)) as runner:
+        logits = [teacher_forced_logits(runner, *pair) for pair in zip(prompts, found[0], strict=True)]
+    compared = compared_tokens(found[0], found[1], logits, TOLERANCES["float16"])
+    assert not compared["faults"], compared

@@ -22,6 +22,7 @@ from tiny_multimodal import FAMILIES
 from edgellm import LLM, Request, SpecDecodeRuntime
 from edgellm.engines.backends.encoder_engine import EncoderEngine
 from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.rank_memory import BY_NCCL
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
@@ -82,7 +83,9 @@ def test_gpus_that_share_a_model_make_nothing_later(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Each has its weights and rows, and captures hold the steps of both; what moves rows moves those of all."""
+    """Each has its weights and rows, and captures hold the steps of both; what moves rows moves those of all. One model
+    by NCCL, where each is brought what its kernels read."""
+    monkeypatch.setenv(BY_NCCL, "1" if name == "lfm2_biases" else "")
     model, drafting, limits = [tmp_path / "model"], DRAFTINGS["suffix"], EngineLimits(1, 128, 1024)
     if name == "tree":
         model, drafting = [], DRAFTINGS["tree"]

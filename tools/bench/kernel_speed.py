@@ -47,7 +47,8 @@ from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.states import PRESENT, decoder_states, state_edge
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import packed_rows
-from edgellm.kernels.decode.attention import AttentionShape, attention_launch, attention_partials
+from edgellm.kernels.decode.attention import attention_launch
+from edgellm.kernels.decode.attention_geometries import AttentionShape, attention_partials
 from edgellm.kernels.decode.contract import (
     MAX_ROWS,
     AttentionScratch,

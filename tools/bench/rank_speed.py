@@ -2,6 +2,7 @@
 
 python -m tools.bench.rank_speed                 two ranks on the first GPU, of which one waits for the other
 python -m tools.bench.rank_speed --gpus 0 1      on two GPUs
+python -m tools.bench.rank_speed --gpus 0 1 --nccl      by NCCL beside, and what it takes of each one's memory
 python -m tools.bench.rank_speed --gpus 0 1 --models llama-8b:float16 llama-8b:int4
 
 `--models` are shapes and weights of `random_model.py`: prompts, steps, memory, and whether tokens are the same again.
@@ -10,6 +11,7 @@ python -m tools.bench.rank_speed --gpus 0 1 --models llama-8b:float16 llama-8b:i
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.rank_memory import WAIT_SECONDS, RankMemory, RankStreams
+from edgellm.engines.backends.rank_memory import BY_NCCL, WAIT_SECONDS, RankMemory, RankStreams
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import MEBIBYTE
 from edgellm.engines.runners.base_runner import BaseEngineRunner
@@ -79,11 +81,12 @@ def opened_ranks(gpus: Sequence[int], dtype: str = "float16", wait_seconds: floa
             devices.insert(0, CudaDevice(index))
             opened.callback(devices[0].close)
         memory, kernels = RankMemory(devices, wait_seconds), []
-        for device, argument in zip(devices, memory.arguments, strict=True):
+        opened.callback(memory.close)
+        for rank, device in enumerate(devices):
             with device.current():
                 module = KernelModule(device.gpu, device.stream)
                 opened.callback(_close, device, module)
-                kernels.append(CudaRank(module, dtype, argument))
+                kernels.append(memory.kernels(rank, module, dtype))
         yield Ranks(devices, memory, kernels, RankStreams(devices, memory, kernels[0].joined()))
 
 
@@ -156,18 +159,24 @@ def main() -> None:
     """Print a line for each shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[0, 0])
+    parser.add_argument("--nccl", action="store_true", help="sums by NCCL, too; models by it alone")
     parser.add_argument("--models", nargs="+", metavar="SHAPE:WEIGHTS", help="such as llama-8b:int4, in place of sums")
     given = parser.parse_args()
+    os.environ[BY_NCCL] = "1" if given.nccl and given.models else ""
     for name in given.models or ():
         shape, _, weights = name.partition(":")
         one, all_of_them = (model_figures(shape, weights, gpus) for gpus in (given.gpus[:1], given.gpus))
         print("  of one GPU's", *(f"{new / old:.3f}" for new, old in zip(all_of_them, one, strict=True)), flush=True)
     if given.models:
         return
-    with opened_ranks(given.gpus) as ranks:
-        print(f"{len(given.gpus)} ranks on GPUs {given.gpus}")
-        for shape in SHAPES:
-            print(f"[{shape[0]}, {shape[1]}]: {microseconds(ranks, shape):.2f} us a sum", flush=True)
+    for way in ("", "1") if given.nccl else ("",):
+        os.environ[BY_NCCL] = way
+        with opened_ranks(given.gpus) as ranks:
+            nccl = ranks.memory.nccl
+            by = "their memory" if nccl is None else f"{nccl}, MiB: {[size >> 20 for size in nccl.nbytes]}"
+            print(f"{len(given.gpus)} ranks on GPUs {given.gpus} by {by}")
+            for shape in SHAPES:
+                print(f"[{shape[0]}, {shape[1]}]: {microseconds(ranks, shape):.2f} us a sum", flush=True)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,9 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     attentions += [(size, AttentionKind(shares, int8, window=True)) for size, shares, int8 in of_windows]
     attentions += [(64, AttentionKind(shares, window=window, sinks=True)) for shares, window in _SINKS]
     attentions += [(size, AttentionKind(True, size == 128, window=size == 256, cap=True)) for size in (64, 128, 256)]
+    attentions += [(128, AttentionKind(True, int8, tile_warps=4, one_token=True)) for int8 in both]
+    attentions += [(size, AttentionKind(int8=size == 64, one_token=True)) for size in (64, 256, 512)]
+    attentions.append((512, AttentionKind(int8=True, in_turn=True, one_token=True)))
     kernels += [attention_kernel(dtype, size, kind) for size, kind in attentions]
     for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
@@ -141,7 +144,8 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     prefill += [prompt_kernel(name, dtype, tiling, 3).source for tiling in TILINGS for name in names]
     adapted = ((name, tiling) for name in names[:3] for tiling in (TILINGS[0], last))
     prefill += [prompt_kernel(name, dtype, tiling, 2, adapted=True).source for name, tiling in adapted]
-    packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
+    tables = EmbeddingTable(1, 4), EmbeddingTable(pieces=2), EmbeddingTable(1, 4, 2)  # of int8, and of two GPUs
+    packed = [source(dtype, table) for table in tables for source in (step_source, tree_source)]
     every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source, ranks_source)]
     return drawing + prefill + packed + every
 

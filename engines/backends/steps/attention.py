@@ -13,7 +13,7 @@ from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import LAST_SEEN, Attention
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode import contract
-from edgellm.kernels.decode.attention import (
+from edgellm.kernels.decode.attention_geometries import (
     AttentionShape,
     attention_counters,
     attention_partials,

@@ -45,7 +45,6 @@ TABLE: dict[type[steps.Step], tuple[Implementation[Any], ...]] = {
     SelectiveScan: (UpdateSpaces(),),
     GatedNorm: (NormGated(),),
     experts.ChooseExperts: (experts.ChooseByRow(),),
-    experts.RouteExperts: (experts.RouteFewRows(),),
     experts.GateUpExperts: (GateUpSorted(), experts.GateUpPairs()),
     experts.DownExperts: (DownSorted(), experts.DownPairs()),
     SumRanks: (SumOfRanks(),),

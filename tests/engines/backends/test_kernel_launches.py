@@ -308,6 +308,13 @@ def test_the_first_attention_waits_for_what_was_enqueued_before(launches: list, 
         assert not all(early[:first]) and all(early[first:]), (tokens, launches[: first + 1])
 
 
+@pytest.mark.parametrize(("phase", "tokens", "own"), [("decode", 1, 1), ("verify", 1, 0), ("verify", 4, 0)])
+def test_plain_steps_take_attention_of_one_token(launches: list, phase: str, tokens: int, own: int) -> None:
+    prepared(WIDE, EngineShape(phase, 1, tokens, 64, 64, tokens), H200, True, FewRows)
+    kinds = [made.name for made in launches if "attention.cu" in made.name]
+    assert kinds and all(f"('HOST_ONE_TOKEN', {own})" in name for name in kinds)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_what_no_linear_layer_knows_is_a_launch_of_its_own(launches: list, packed: bool) -> None:
     """An activation without a gate, or a layer norm, costs its layer one more; all others have the launches that they

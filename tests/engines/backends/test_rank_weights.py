@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +29,16 @@ from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_ranks import piece
 from edgellm.engines.backends.packed_loading import _prepare
 from edgellm.engines.backends.rank_weights import RankWeights, pieces_of
+from edgellm.engines.backends.step_modules import step_modules
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import ExpertMatrices, load_numpy_weights
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.decoder import decoder_weights, embedding_name
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.engines.model.program import single_weight
 from edgellm.engines.model.sharding import Cut
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, columns_of, rows_of
@@ -46,6 +49,9 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.recurrent.contract import AcceptedPath
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
+from edgellm.kernels.sampling.contract import ModelTables
+from edgellm.kernels.sampling.launcher import EmbeddingTable, split_tables, step_source
+from edgellm.kernels.tree.launcher import tree_source
 
 GOLDENS = golden_folder("decoder")
 
@@ -60,7 +66,7 @@ class HostRank:
         return {name: on_host(np.zeros(shape, np.float32)) for name, (shape, _) in edge.items()}
 
     def upload(self, array: DeviceArray, values: np.ndarray) -> None:
-        assert array.shape == values.shape and values.dtype == np.float32
+        assert (array.shape, array.dtype) == (values.shape, values.dtype.name)
         ctypes.memmove(array.pointer, np.ascontiguousarray(values).ctypes.data, values.nbytes)
 
     def synchronize(self) -> None:
@@ -97,7 +103,7 @@ def _dense(weight: Any) -> np.ndarray:
     ],
 )
 def test_each_rank_gets_its_part_of_the_files_alone(name: str) -> None:
-    """But for its table of embeddings, which the first rank has whole."""
+    """Of its table of embeddings, too, where that is no head."""
     config = replace(Sequences(GOLDENS / name).config, dtype="float32")
     limits = EngineLimits(kv_capacity=64, prefill_chunk=16, max_lora_rank=4, lora_slots=2)
     directory: Any = SimpleNamespace(config=config, limits=limits, dtype="float32", draft=None)
@@ -108,14 +114,15 @@ def test_each_rank_gets_its_part_of_the_files_alone(name: str) -> None:
         whole = {name: _dense(weight) for name, weight in load_numpy_weights(checkpoint, specs).items()}
         loaded = parts.load(checkpoint, ranks, lambda *each: told.append(each))  # type: ignore[arg-type]
     table = embedding_name(config)
-    np.testing.assert_array_equal(seen(loaded[0][table]), whole[table])
+    assert parts.table == table
+    np.testing.assert_array_equal(np.concatenate([seen(held[table]) for held in loaded]), whole[table])
     assert told[-1][0] == told[-1][1] == sum(array.nbytes for held in loaded for array in held.values())
     plan = plan_memory(config, limits, specs, "float32", {"engine scratch": 7}, adapters=True)
     for rank, held in enumerate(loaded):
         bound = parts.parts(rank, held)
         for spec in specs:
             if spec.name not in bound:
-                assert spec.name == table and (rank == 0 or table not in held)
+                assert spec.name == table
                 continue
             cut = parts._bound[rank].get(spec.name)
             expected = whole[spec.name] if cut is None else piece(whole[spec.name], cut)
@@ -126,7 +133,7 @@ def test_each_rank_gets_its_part_of_the_files_alone(name: str) -> None:
         assert own["engine scratch"] == 9
         assert own["KV caches"] * heads == plan.items["KV caches"] * max(1, heads // 2)
         assert plan.items["LoRA adapters"] / 2 < own["LoRA adapters"] < plan.items["LoRA adapters"]
-        assert own["weights"] < 0.75 * sum(array.nbytes for array in whole.values())
+        assert own["weights"] < 0.65 * sum(array.nbytes for array in whole.values())
 
 
 def test_a_rank_reads_its_own_packed_experts_alone(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -215,14 +222,18 @@ def test_packed_weights_that_gpus_cannot_share_are_refused_by_name(name: str, co
 
 
 class HostRanks(CudaRanks):
-    """Ranks whose memory is the host's, and whose kernels are twins."""
+    """Ranks whose memory is the host's, and whose kernels are twins; with `by_nccl` they use their own memory alone."""
 
-    def __init__(self, config: Any, count: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, config: Any, count: int, by_nccl: bool, patch: pytest.MonkeyPatch) -> None:
         directory: Any = SimpleNamespace(config=config, limits=EngineLimits(), dtype="float32", draft=None)
+        self._directory, self.gpus = directory, count
         self._parts, self._ranks = RankWeights(directory, count, {}), [self]
         self._ranks += [object.__new__(CudaBackend) for _ in range(1, count)]
         for each in self._ranks:
             each.compute_dtype, each._module = "float32", Module()  # type: ignore[assignment]
+            each.rank: Any = SimpleNamespace(bring=bring)
+        self.memory: Any = SimpleNamespace(nccl=by_nccl or None)
+        self._buffers = {}
 
         def copy_rows(of_rank: Any, array: DeviceArray, values: np.ndarray, rows: int, up: bool) -> None:
             assert values.flags.c_contiguous
@@ -248,8 +259,72 @@ class HostRanks(CudaRanks):
             patch.setattr(CudaRecurrent, name, partialmethod(_commit, name))
 
     def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
-        for (launch,) in launches:
-            launch()
+        for own in launches:
+            assert len(own) == (1 if self.memory.nccl is None else 3)  # indices and counts are brought
+            for launch in own:
+                launch()
+
+
+def bring(sources: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+    return [partial(np.copyto, view(own), view(given)) for given, own in zip(sources, targets, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen3", 2), ("phi3_partial_tied", 4)])
+def test_tokens_are_looked_up_where_ranks_have_them(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels that are told where each piece is, which steps and trees ask for."""
+    config = replace(Sequences(GOLDENS / name).config, dtype="float32")
+    ranks, specs = HostRanks(config, count, False, monkeypatch), decoder_weights(config)
+    monkeypatch.setattr(CudaDevice, "upload", HostRank.upload)
+    monkeypatch.setattr(CudaBackend, "load_kernels", lambda backend, weights: None)
+    with Checkpoint.open(GOLDENS / name) as checkpoint:
+        (table,) = load_numpy_weights(checkpoint, specs[:1]).values()
+        loaded = ranks.load_weights(checkpoint, specs)
+    shared, vocabulary = loaded[specs[0].name], config.vocab_size
+    places = seen(shared.places)
+    for token in range(vocabulary):
+        rank = next(rank for rank in reversed(range(count)) if token >= vocabulary * rank // count)
+        row, size = token - vocabulary * rank // count, config.hidden_size
+        np.testing.assert_array_equal(
+            seen(DeviceArray(int(places[rank]), (row + 1, size), "float32"))[row], table[token]
+        )
+    tables, known = split_tables(ModelTables(shared, shared.places, shared.places))
+    assert known == EmbeddingTable(pieces=count) and tables.embedding.shape == (vocabulary, config.hidden_size)
+    models: Any = {"base": config}
+    sources = step_modules(models, "float16", dict.fromkeys(loaded), ranks.table_pieces)
+    assert {step_source("float16", known), tree_source("float16", known)} <= {*sources}
+
+
+def test_a_table_that_the_first_has_whole(tiny_draft_engines: Path) -> None:
+    """As a draft multiplies with it, or as kernels read no other GPU's memory."""
+    opened, found = EngineDirectory.open(tiny_draft_engines), []
+    assert opened.draft is not None and not opened.draft.config.has_embedding and opened.config.tie_word_embeddings
+    for has_head, is_tied, shares in (
+        (True, True, True),
+        (False, True, True),
+        (True, True, False),
+        (True, False, False),
+    ):
+        draft = replace(opened.draft.config, has_head=has_head, draft_vocab_size=opened.config.vocab_size)
+        config = replace(opened.config, tie_word_embeddings=is_tied)
+        others = {"limits": opened.limits, "dtype": "float16", "draft": SimpleNamespace(config=draft)}
+        parts = RankWeights(SimpleNamespace(config=config, **others), 2, {}, shares)  # type: ignore[arg-type]
+        held = [parts._shape(rank, EMBEDDING)[0] for rank in range(2) if parts._holds(rank, EMBEDDING)]
+        found.append((parts.table, held))
+    rows = opened.config.vocab_size
+    whole = None, [rows, rows // 2]  # of which the other has what its head multiplies with
+    assert found == [(EMBEDDING, [rows // 2, rows // 2]), whole, whole, (None, [rows])]
+
+
+def test_pieces_of_a_packed_table_lie_alike() -> None:
+    """Though one has scales that need another layout than those of the other."""
+    weight = random_packed(48, 128, 64, False, "float16")
+    weight.scales[-1] = 2.0
+    checkpoint: Any = SimpleNamespace(stored=lambda name, shape: stored(weight))
+    spec, cuts = single_weight(EMBEDDING, 48, 128), [Cut(0, ((begin, begin + 24),)) for begin in (0, 24)]
+    for is_alike in (False, True):
+        layouts = [_prepare(checkpoint, spec, "float16", cut, is_alike)[0].layout for cut in cuts]
+        assert [layout.rows for layout in layouts] == [24, 24]
+        assert (layouts[0].mode == layouts[1].mode) == is_alike
 
 
 def _commit(kernels: Any, name: str, layers: Any, path: Any) -> Any:
@@ -257,11 +332,16 @@ def _commit(kernels: Any, name: str, layers: Any, path: Any) -> Any:
     return getattr(NumpyRecurrent(), name)(own, AcceptedPath(*map(view, path)))
 
 
-@pytest.mark.parametrize(("name", "count"), [("gated_delta_nets", 4), ("state_spaces", 2), ("short_convolutions", 2)])
-def test_states_of_ranks_are_those_of_one(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "by_nccl"),
+    [("gated_delta_nets", 4, True), ("state_spaces", 2, False), ("short_convolutions", 2, True)],
+)
+def test_states_of_ranks_are_those_of_one(
+    name: str, count: int, by_nccl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They come from snapshots by parts, change places, begin anew, take what was accepted of a tree, and go back."""
     config, random, drawn, found = RECURRENT[name], np.random.default_rng(3), dict[Any, np.ndarray](), []
-    for backend in (NumpyBackend(config), HostRanks(config, count, monkeypatch)):
+    for backend in (NumpyBackend(config), HostRanks(config, count, by_nccl, monkeypatch)):
         of_ranks = isinstance(backend, HostRanks)
         given: Any = on_host if of_ranks else np.asarray
         states = ModelStates(backend, decoder_states(config), 3, 20, given(np.arange(3, dtype=np.int32)), is_base=True)

@@ -11,11 +11,11 @@ from decode_models import ancestors, random_parents
 from device_bits import from_bits, relative, to_bits, widened
 from gpu_device import device_copy
 
-from edgellm.kernels.decode.attention import (
+from edgellm.kernels.decode.attention import attention_launch
+from edgellm.kernels.decode.attention_geometries import (
     AttentionGeometry,
     AttentionShape,
     attention_counters,
-    attention_launch,
     attention_partials,
 )
 from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights
@@ -188,7 +188,7 @@ def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str)
     expected = Attention(gpu, case, arrays).bits("context")
     most_tiles, tried = -(-case.tokens // (16 // case.group)), set()
     shapes = {(min(tiles, most_tiles), stages) for tiles, stages in ((1, 1), (2, 3), (3, 1), (5, 2))}
-    kinds = ((1, False), (4, False), (4, True)) if case.size > 128 else ((1, False),)
+    kinds = ((1, False), (4, False), (4, True))
     for splits, in_cluster in ((1, False), (2, True), (8, True), (4, False), (32, False), (64, False)):
         for slots, (row_tiles, stages), kind in product((1, 2, 4, 8), shapes, kinds):
             geometry = AttentionGeometry(splits, slots, row_tiles, stages, in_cluster, *kind)

@@ -17,7 +17,15 @@ from packed_weights import GGUF_FORMATS
 
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.experts.contract import Activation, Addition, Choice, ExpertWeights, Routed, Routing
+from edgellm.kernels.experts.contract import (
+    MAX_CHOOSING_ROWS,
+    Activation,
+    Addition,
+    Choice,
+    ExpertWeights,
+    Routed,
+    Routing,
+)
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
 from edgellm.kernels.experts.twin import NumpyExperts, activated
 from edgellm.kernels.quantization.packed_weight import PackedWeight
@@ -60,10 +68,10 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
     for added in (None, correction):
         routed, given = routed_on(gpu, rows, own.chosen, True), device_copy(gpu, scores)
         more = None if added is None else device_copy(gpu, added)
-        kernels.choose(given, Choice(own, routed, more, shared))()
+        kernels.choose(Choice(own, given, more, shared), routed)()
         expected = Routed(*(np.zeros_like(gpu.download(each)) for each in routed if each is not None))
         rounded = tuple(from_bits(to_bits(each, "float16"), "float16") for each in (x, gate))
-        NumpyExperts().choose(scores, Choice(own, expected, added, rounded))()
+        NumpyExperts().choose(Choice(own, scores, added, rounded), expected)()
         ids, weights = gpu.download(routed.expert_ids), gpu.download(routed.expert_weights)
         # NumPy's exponentials round otherwise: of neighbours that are as good as equal either is right.
         same = (ids == expected.expert_ids).all(axis=1)
@@ -74,40 +82,9 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
         for row in {0, rows - 1} - {rows // 2}:
             alone = routed_on(gpu, 1, own.chosen)
             one = device_copy(gpu, scores[row : row + 1].copy())
-            kernels.choose(one, Choice(own, alone, more))()
+            kernels.choose(Choice(own, one, more), alone)()
             np.testing.assert_array_equal(gpu.download(alone.expert_ids)[0], ids[row])
             np.testing.assert_array_equal(gpu.download(alone.expert_weights)[0], weights[row])
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", ROUTINGS)
-def test_a_router_in_one_launch_is_its_layer_and_the_choice(gpu, name: str, rows: int, dtype: str) -> None:
-    """Bit by bit, and again in the next launch; with a bias, a correction and a shared expert."""
-    own, hidden, random = ROUTINGS[name], 520, np.random.default_rng(3)
-    kernels, dense = CudaExperts(gpu.kernel_module, dtype), CudaDecodeKernels(gpu.kernel_module, dtype, 64)
-
-    def given(*shape: int) -> Any:
-        return device_copy(gpu, to_bits(random.standard_normal(shape, np.float32), dtype))
-
-    normed = NormedInput(device_copy(gpu, random.standard_normal((rows, hidden), np.float32)), given(hidden), 1e-5)
-    router, gate = LinearWeights(given(own.experts, hidden), given(own.experts)), given(1, hidden)
-    correction, found = device_copy(gpu, random_scores(own, 1)[1]), []
-    kept, scores = gpu.empty((rows, hidden), dtype), gpu.empty((rows, own.experts), "float32")
-    counters, routed = gpu.zeros((1,), "uint32"), routed_on(gpu, rows, own.chosen, True)
-    choice = Choice(own, routed, correction, (kept, gate))
-    apart = dense.norm_linear([normed], router, scores, 1.0, Kept(kept)), kernels.choose(scores, choice)
-    route = kernels.route(normed, router, Kept(kept), scores, choice, counters)
-    for launches in (apart, (route,), (route,)):
-        for each in (kept, scores, *routed):
-            gpu.upload(each, np.zeros_like(gpu.download(each)))
-        for launch in launches:
-            launch()
-        found.append([gpu.download(each) for each in (kept, scores, *routed)])
-        assert not gpu.download(counters).any() and found[-1][1].any()
-    for others in found[1:]:
-        for expected, values in zip(found[0], others, strict=True):
-            np.testing.assert_array_equal(values, expected)
 
 
 def test_equal_scores_are_chosen_by_the_lower_ids(gpu) -> None:
@@ -115,7 +92,7 @@ def test_equal_scores_are_chosen_by_the_lower_ids(gpu) -> None:
     scores = np.zeros((2, 70), np.float32)
     scores[1, [40, 69]] = 1
     given = device_copy(gpu, scores)
-    kernels.choose(given, Choice(Routing(70, 3), routed))()
+    kernels.choose(Choice(Routing(70, 3), given), routed)()
     assert gpu.download(routed.expert_ids).tolist() == [[0, 1, 2], [0, 40, 69]]
 
 
@@ -160,7 +137,7 @@ def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, siz
     on_device, given = device_copy(gpu, to_bits(x, dtype)), device_copy(gpu, ids)
     layer, values, bias = layers_of(gpu, kind, 2 * size, hidden, dtype)
     inner = gpu.empty((rows, CHOSEN * size), dtype)
-    kernels.gate_up(on_device, given, layer, Activation(), inner)()
+    kernels.gate_up(on_device, Routed(given), layer, Activation(), inner)()
     pairs = np.repeat(x[:, None], CHOSEN, axis=1)
     expected = of_dense_layers(gpu, dtype, "gated", values, bias, pairs, ids)
     np.testing.assert_array_equal(gpu.download(inner).reshape(expected.shape), expected)
@@ -168,7 +145,7 @@ def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, siz
     sums = of_dense_layers(gpu, dtype, "sums", values, bias, pairs, ids)
     for how in ACTIVATIONS[1:]:
         inner = gpu.empty((rows, CHOSEN * 2 * size // how.sums), dtype)
-        kernels.gate_up(on_device, given, layer, how, inner)()
+        kernels.gate_up(on_device, Routed(given), layer, how, inner)()
         found = from_bits(gpu.download(inner), dtype).reshape(rows, CHOSEN, -1)
         assert relative(found, activated(sums, how)) < (5e-4 if dtype == "float16" else 4e-3)
 
@@ -197,7 +174,7 @@ def test_a_row_has_the_same_bits_among_any_others(gpu, kind: str) -> None:
         own = Routed(*(device_copy(gpu, each[rows].copy()) for each in (ids, weights, shares)))
         inner, outputs = gpu.empty((count, CHOSEN * size), "float16"), gpu.empty((count, CHOSEN * hidden), "float32")
         given = device_copy(gpu, to_bits(x[rows], "float16"))
-        kernels.gate_up(given, own.expert_ids, layers[0], Activation(), inner)()
+        kernels.gate_up(given, own, layers[0], Activation(), inner)()
         kernels.down(inner, own.expert_ids, layers[1], outputs)()
         total, before = gpu.empty((count, hidden), "float32"), device_copy(gpu, residual[rows].copy())
         ends = 0.25, device_copy(gpu, shared[rows].copy())
@@ -227,8 +204,8 @@ def test_a_rank_multiplies_and_adds_its_own_experts_alone(gpu, kind: str, rows: 
     (first, last), hidden, size, routing = (2, 5), 512, 128, Routing(EXPERTS, CHOSEN)
     kernels, scores = CudaExperts(gpu.kernel_module, "float16"), device_copy(gpu, random_scores(routing, rows)[0])
     whole, own = (routed_on(gpu, rows, CHOSEN) for _ in range(2))
-    kernels.choose(scores, Choice(routing, whole))()
-    kernels.choose(scores, Choice(routing, own, own=(first, last)))()
+    kernels.choose(Choice(routing, scores), whole)()
+    kernels.choose(Choice(routing, scores, own=(first, last)), own)()
     ids, weights = gpu.download(whole.expert_ids), gpu.download(whole.expert_weights)
     is_own = (ids >= first) & (ids < last)
     np.testing.assert_array_equal(gpu.download(own.expert_ids), np.where(is_own, ids - first, -1))
@@ -246,7 +223,7 @@ def test_a_rank_multiplies_and_adds_its_own_experts_alone(gpu, kind: str, rows: 
             layers.append(on_gpu(gpu, cut, None, end - begin, "float16"))
         inner, outputs = gpu.empty((rows, CHOSEN * size), "float16"), gpu.empty((rows, CHOSEN * hidden), "float32")
         gpu.upload(outputs, np.full(outputs.shape, np.nan, np.float32))
-        kernels.gate_up(x, routed.expert_ids, layers[0], Activation(), inner)()
+        kernels.gate_up(x, routed, layers[0], Activation(), inner)()
         kernels.down(inner, routed.expert_ids, layers[1], outputs)()
         total = gpu.empty((rows, hidden), "float32")
         kernels.add(outputs, Addition(routed, None, total, 0.5))()
@@ -255,15 +232,107 @@ def test_a_rank_multiplies_and_adds_its_own_experts_alone(gpu, kind: str, rows: 
         NumpyExperts().add(products, Addition(on_host, None, expected, 0.5))()
         np.testing.assert_allclose(added, expected, rtol=2e-5, atol=2e-5)
         found.append(products.reshape(rows, CHOSEN, hidden))
-        if rows <= MAX_TILED_ROWS:  # the same in one launch, twice
+        if rows <= MAX_TILED_ROWS:  # the same in one launch, twice, and where blocks choose
             counters, sums = gpu.zeros((rows, counter_words(hidden)), "uint32"), gpu.empty(outputs.shape, "float32")
-            for _ in range(2):
+            choosing = [Routed(choice=Choice(routing, scores, own=(begin, end)))] * (rows <= MAX_CHOOSING_ROWS)
+            for each in (routed, routed, *choosing):
                 gpu.upload(total, np.full(total.shape, np.nan, np.float32))
-                kernels.down_add(inner, layers[1], sums, Addition(routed, None, total, 0.5), counters)()
+                kernels.gate_up(x, each, layers[0], Activation(), inner)()
+                kernels.down_add(inner, layers[1], sums, Addition(each, None, total, 0.5), counters)()
                 np.testing.assert_array_equal(gpu.download(total), added)
                 assert not gpu.download(counters).any()
     np.testing.assert_array_equal(found[1][is_own], found[0][is_own])
     assert np.isnan(found[1][~is_own]).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("dense", name) for name in ROUTINGS), *(("int4", name) for name in ("qwen3", "lfm2", "odd"))]
+)
+def test_rows_choose_alike_in_blocks_and_in_a_launch(gpu, kind: str, name: str) -> None:
+    """Any number of rows to 64, each with the bits that it has among all: ties, NaN in one row alone, a correction, and
+    a shared expert with a gate."""
+    own, (hidden, size), most, dtype = ROUTINGS[name], (256, 128) if kind == "int4" else (64, 32), 64, "float16"
+    kernels, random = CudaExperts(gpu.kernel_module, dtype), np.random.default_rng(8)
+    layers = [
+        on_gpu(gpu, random_layer(own.experts, *shape, dtype, kind, 1), None, own.experts, dtype)
+        for shape in ((2 * size, hidden), (hidden, size))
+    ]
+    scores, correction = random_scores(own, most)
+    scores[3, own.experts // 2] = np.nan
+    x, residual, shared = (random.standard_normal((most, hidden), np.float32) for _ in range(3))
+    gate = device_copy(gpu, to_bits(random.standard_normal((1, hidden), np.float32) / 16, dtype))
+    added = device_copy(gpu, correction)
+
+    def computed(rows: slice, in_blocks: bool) -> list[np.ndarray]:
+        count = len(x[rows])
+        given = device_copy(gpu, to_bits(x[rows].copy(), dtype))
+        choice = Choice(own, device_copy(gpu, scores[rows].copy()), added, (given, gate))
+        routed = Routed(choice=choice) if in_blocks else routed_on(gpu, count, own.chosen, True)
+        if not in_blocks:
+            kernels.choose(choice, routed)()
+        inner, products = (
+            gpu.empty((count, own.chosen * size), dtype),
+            gpu.empty((count, own.chosen * hidden), "float32"),
+        )
+        total, beside = gpu.empty((count, hidden), "float32"), device_copy(gpu, shared[rows].copy())
+        addition = Addition(routed, device_copy(gpu, residual[rows].copy()), total, 0.5, beside)
+        counters = gpu.zeros((count, counter_words(hidden)), "uint32")
+        kernels.gate_up(given, routed, layers[0], Activation(), inner)()
+        kernels.down_add(inner, layers[1], products, addition, counters)()
+        assert not gpu.download(counters).any()
+        return [gpu.download(inner), gpu.download(total)]
+
+    expected = computed(slice(0, most), False)
+    assert np.isnan(expected[1]).any(axis=1).nonzero()[0].tolist() == [3]
+    for first, count in ((0, 1), (3, 1), (1, 2), (2, 4), (7, 8), (15, 16)):
+        rows = slice(first, first + count)
+        for in_blocks in {False, count <= MAX_CHOOSING_ROWS}:
+            for values, whole in zip(computed(rows, in_blocks), expected, strict=True):
+                np.testing.assert_array_equal(values, whole[rows])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_blocks_of_overlapping_launches_choose_by_what_the_router_just_gave(gpu, rows: int) -> None:
+    """A captured step of router, gates and ups, and downs, behind one of other rows: with the bits of launches that
+    wait for each other, of which one chooses."""
+    own, hidden, size, dtype = ROUTINGS["qwen3"], 512, 256, "float16"
+    kernels, dense = CudaExperts(gpu.kernel_module, dtype), CudaDecodeKernels(gpu.kernel_module, dtype, 64)
+    layers = [
+        on_gpu(gpu, random_layer(own.experts, *shape, dtype, "dense", 1), None, own.experts, dtype)
+        for shape in ((2 * size, hidden), (hidden, size))
+    ]
+    random = np.random.default_rng(3)
+    router, weight, gate = (
+        device_copy(gpu, to_bits(random.standard_normal(shape, np.float32) / 16, dtype))
+        for shape in ((own.experts, hidden), (hidden,), (1, hidden))
+    )
+    x, shared = (device_copy(gpu, random.standard_normal((rows, hidden), np.float32)) for _ in range(2))
+    kept, scores = gpu.empty((rows, hidden), dtype), gpu.empty((rows, own.experts), "float32")
+    inner, products = gpu.empty((rows, own.chosen * size), dtype), gpu.empty((rows, own.chosen * hidden), "float32")
+    total, counters = gpu.empty((rows, hidden), "float32"), gpu.zeros((rows, counter_words(hidden)), "uint32")
+    choice, left = Choice(own, scores, None, (kept, gate)), routed_on(gpu, rows, own.chosen, True)
+
+    def launches(routed: Routed) -> list[Any]:
+        found = [dense.norm_linear([NormedInput(x, weight, 1e-5)], LinearWeights(router), scores, 1.0, Kept(kept))]
+        found += [] if routed.choice else [kernels.choose(choice, routed)]
+        found.append(kernels.gate_up(kept, routed, layers[0], Activation(), inner))
+        addition = Addition(routed, x, total, 1.0, shared)
+        return [*found, kernels.down_add(inner, layers[1], products, addition, counters)]
+
+    apart, together = launches(left), launches(Routed(choice=choice))
+    for launch in together:
+        launch.overlap_previous()
+        launch()
+    graph = gpu.capture(lambda: [launch() for launch in together], "experts")
+    found = []
+    for seed in range(4):
+        gpu.upload(x, np.random.default_rng(seed).standard_normal((rows, hidden), np.float32))
+        graph()
+        found.append(gpu.download(total))
+        for launch in apart:
+            launch()
+        np.testing.assert_array_equal(found[-1], gpu.download(total))
+    assert (found[0] != found[1]).any()
 
 
 def test_a_captured_step_serves_any_choice(gpu) -> None:
@@ -271,7 +340,7 @@ def test_a_captured_step_serves_any_choice(gpu) -> None:
     layer = layers_of(gpu, "int4", 2 * size, hidden, "float16")[0]
     x = device_copy(gpu, to_bits(np.random.default_rng(7).standard_normal((rows, hidden), np.float32), "float16"))
     given, captured = device_copy(gpu, random_ids(EXPERTS, CHOSEN, rows)), gpu.empty((rows, CHOSEN * size), "float16")
-    launch = kernels.gate_up(x, given, layer, Activation(), captured)
+    launch = kernels.gate_up(x, Routed(given), layer, Activation(), captured)
     launch()
     graph = gpu.capture(launch, "experts")
     assert graph is not launch, "the step was not captured"
@@ -282,6 +351,6 @@ def test_a_captured_step_serves_any_choice(gpu) -> None:
         graph()
         found.append(gpu.download(captured))
         again, there = gpu.empty((rows, CHOSEN * size), "float16"), device_copy(gpu, ids)
-        kernels.gate_up(x, there, layer, Activation(), again)()
+        kernels.gate_up(x, Routed(there), layer, Activation(), again)()
         np.testing.assert_array_equal(found[-1], gpu.download(again))
     assert (found[0] != found[1]).any()

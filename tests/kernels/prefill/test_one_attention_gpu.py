@@ -13,7 +13,8 @@ from gpu_device import device_copy
 from window_cases import ring_caches
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.attention import AttentionShape, attention_counters, attention_launch, attention_partials
+from edgellm.kernels.decode.attention import attention_launch
+from edgellm.kernels.decode.attention_geometries import AttentionShape, attention_counters, attention_partials
 from edgellm.kernels.decode.contract import MAX_TOKENS, AttentionScratch, AttentionStep, AttentionWeights
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, RotaryPart, RowScales
 from edgellm.kernels.prefill.launcher import CudaPrefill

@@ -8,11 +8,11 @@ import pytest
 from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
 
-from edgellm.kernels.decode.attention import (
+from edgellm.kernels.decode.attention import attention_launch
+from edgellm.kernels.decode.attention_geometries import (
     AttentionGeometry,
     AttentionShape,
     attention_counters,
-    attention_launch,
     attention_partials,
 )
 from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from decoy_nccl import ask_for_nccl
 
+from edgellm.engines.backends.rank_memory import BY_NCCL
 from edgellm.engines.errors import DeviceLostError
 from edgellm.kernels.gpu import visible_gpus
 from edgellm.kernels.ranks.launcher import CudaRank
@@ -156,3 +159,59 @@ def test_gpus_of_their_own() -> None:
             for found in ranks.seen(outputs):
                 np.testing.assert_array_equal(found, in_order(values))
         ranks.memory.check()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [(1, 2048), (16, 4096), (512, 4096), (1500, 4096)], ids=str)
+def test_sums_by_nccl_have_the_bits_of_our_own(rows: tuple[int, int], dtype: str, monkeypatch: Any) -> None:
+    """With a residual of a model's dtype, in graphs that are repeated, too; the last in several pieces."""
+    ask_for_nccl(monkeypatch)
+    size, found = rows[0] * rows[1], []
+    values = [random_values(2, size, turn) for turn in range(2)]
+    numbers = np.random.default_rng(9).standard_normal(size, np.float32)
+    residual = numbers.astype(np.float16) if dtype == "float16" else (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    for way in ("", "1"):
+        monkeypatch.setenv(BY_NCCL, way)
+        with opened_ranks((0, 1), dtype) as ranks:
+            assert (ranks.memory.nccl is not None) is (way == "1")
+            given, outputs = ranks.arrays(values[0]), ranks.arrays([np.zeros(size, np.float32)] * 2)
+            kept = [replace(each, dtype=dtype) for each in ranks.arrays([residual] * 2)]
+
+            def sums(rank: int, kernels: CudaRank, given=given, kept=kept, outputs=outputs) -> list[Any]:
+                first = kernels.sum(given[rank], outputs[rank], kept[rank], 0.22)
+                return [first, kernels.sum(outputs[rank], outputs[rank])]
+
+            step = run(ranks, sums)
+            step()
+            seen = [ranks.seen(outputs)]
+            graph = ranks.devices[0].capture(step, "sums")
+            assert graph is not step
+            for new in values:
+                ranks.each(lambda rank, device, _, given=given, new=new: device.upload(given[rank], new[rank]))
+                ranks.each(lambda rank, device, _: device.synchronize())
+                for _ in range(100):
+                    graph()
+                seen.append(ranks.seen(outputs))
+            ranks.memory.check()
+            found.append(np.array(seen).view(np.uint32))
+            del graph
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[1][:, 0], found[1][:, 1])  # on both GPUs
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_rank_that_does_not_come_to_a_gather_is_named_and_nothing_hangs(captured: bool, monkeypatch: Any) -> None:
+    ask_for_nccl(monkeypatch)
+    with opened_ranks((0, 1), wait_seconds=1.0) as ranks:
+        values = ranks.arrays([np.ones(65_540, np.float32)] * 2)
+        step = run(ranks, lambda rank, kernels: [kernels.sum(values[rank], values[rank])] * 3 if rank == 0 else [])
+        graph, before = ranks.devices[0].capture(step, "sums") if captured else step, time.monotonic()
+        assert (graph is not step) is captured
+        graph()
+        ranks.devices[0].synchronize()
+        assert 0.9 < time.monotonic() - before < 10
+        with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(GPU 1\) has failed: rank 0 waited 1 s for what it"):
+            ranks.memory.check()
+        with pytest.raises(DeviceLostError, match=r"rank 1 of 2 .* Open the model anew"):
+            step()
+        del graph

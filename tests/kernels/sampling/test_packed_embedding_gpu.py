@@ -1,4 +1,5 @@
-"""Tokens are looked up in packed tables with the bits of their values, by a step; trees are in test_tree_gpu.py."""
+"""Tokens are looked up with the bits of their values in tables that are packed or in pieces, by a step; trees are in
+test_tree_gpu.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_device import cuda_device, device_copy, load_kernels, on_device
-from packed_weights import GGUF_FORMATS, assert_same_bits, compute_bits, packed_copy, random_of, random_packed
+from packed_weights import (
+    GGUF_FORMATS,
+    assert_same_bits,
+    compute_bits,
+    in_pieces,
+    packed_copy,
+    random_of,
+    random_packed,
+    shared_table,
+)
 
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight
@@ -52,16 +62,30 @@ def test_rows_of_a_gguf_file(gpu: Any, hidden: int, kind: str, dtype: str) -> No
     assert_looked_up(gpu, random_of(GGUF_FORMATS[kind], 101, hidden, 0.5), dtype, signed_zeros=False)
 
 
-def assert_looked_up(gpu: Any, weight: PackedWeight, dtype: str, signed_zeros: bool = True) -> None:
+@DTYPES
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("codes", ["int8", "int4", None])
+def test_rows_of_a_table_that_gpus_share(gpu: Any, codes: Codes | None, count: int, dtype: str) -> None:
+    """Packed, where pieces end within blocks of eight rows, and dense."""
+    weight = random_packed(101, 320, 64, codes == "int4", dtype, codes=codes or "int8")
+    pieces = in_pieces(weight, count)
+    if codes is None:
+        own: list[Any] = [device_copy(gpu, compute_bits(piece.values(), dtype)[0]) for piece in pieces]
+    else:
+        own = [packed_copy(gpu, piece, dtype) for piece in pieces]
+    assert_looked_up(gpu, weight, dtype, table=shared_table(gpu, own))
+
+
+def assert_looked_up(gpu: Any, weight: PackedWeight, dtype: str, signed_zeros: bool = True, table: Any = None) -> None:
     """Asserts that tokens get the rows of a table of 101, and unknown ones zeros; see `assert_same_bits`."""
     hidden = weight.shape[1]
-    packed, values = packed_copy(gpu, weight, dtype), compute_bits(weight.values(), dtype)[0]
-    token_ids = np.array([[0, 100, -1, 7, 8], [101, 55, 99, 15, 16]], np.int32)
+    packed, values = table or packed_copy(gpu, weight, dtype), compute_bits(weight.values(), dtype)[0]
+    token_ids = np.array([[0, 100, -1, 7, 8, 49, 50], [101, 55, 99, 15, 16, 33, 34]], np.int32)
     angles = device_copy(gpu, np.ones((16, 2), np.float32))
     tables = ModelTables(packed, angles, gpu.zeros((2,), "int32"))
-    shapes = (2, 5, hidden), (2, 5, 2)
+    shapes = (2, 7, hidden), (2, 7, 2)
     inputs = StepInputs(
-        *(gpu.zeros(shape, dtype) for shape in shapes), gpu.zeros((2, 1, 5, 0), "bool"), gpu.zeros((2,), "int32")
+        *(gpu.zeros(shape, dtype) for shape in shapes), gpu.zeros((2, 1, 7, 0), "bool"), gpu.zeros((2,), "int32")
     )
     gpu.kernels.prepare_step(tables, on_device(gpu, token_ids), inputs)
     expected = np.where(((token_ids >= 0) & (token_ids < 101))[..., None], values[token_ids.clip(0, 100)], 0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gpu_device import assert_same, cuda_device, load_kernels, on_device
 from gpu_timing import microseconds
-from packed_weights import compute_bits, packed_copy, random_packed
+from packed_weights import compute_bits, in_pieces, packed_copy, random_packed, shared_table
 
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.tree.contract import Block, HiddenRows, candidate_count, level_start
@@ -160,14 +160,19 @@ def test_dtypes(gpu, compute, sizes):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize(("codes", "group"), [("int8", None), ("int4", 64)])
-def test_tokens_are_looked_up_in_packed_tables(gpu, codes, group, dtype):
+def test_tokens_are_looked_up_in_packed_tables(gpu, codes, group, pieces, dtype):
+    """Also in those of several GPUs."""
     compute, rng = (np.float16 if dtype == "float16" else np.uint16), np.random.default_rng(5)
     drafting = reference.random_drafting(rng, 2, 5, 4, 900, "ordinary", 130, compute, (320, 48, 32))
     weight = random_packed(1800, 320, group, False, dtype, codes=codes)
     drafting.tables = drafting.tables._replace(embedding=compute_bits(weight.values(), dtype)[0])
     twins = Twins(gpu, drafting, 20, 24)
-    twins.device["tables"] = twins.device["tables"]._replace(embedding=packed_copy(gpu, weight, dtype))
+    table = packed_copy(gpu, weight, dtype)
+    if pieces > 1:
+        table = shared_table(gpu, [packed_copy(gpu, piece, dtype) for piece in in_pieces(weight, pieces)])
+    twins.device["tables"] = twins.device["tables"]._replace(embedding=table)
     twins.round()
 
 
@@ -238,6 +243,11 @@ def test_what_is_read_of_a_block(gpu, committed, sees_all, compute):
     for kernels, arrays in ((TWIN, host), (gpu.draft_tree, device)):
         kernels.prepare_block(Block(11, sees_all), *arrays)
     assert_same(gpu, device[2], host[2], "prepare_block")
+    own = device[1].embedding
+    middle, inputs = own.shape[0] // 2, on_device(gpu, drafting.inputs(6, drafting.committed))
+    tables = device[1]._replace(embedding=shared_table(gpu, [own[:middle], own[middle:]]))
+    gpu.draft_tree.prepare_block(Block(11, sees_all), device[0], tables, inputs)
+    assert_same(gpu, inputs, host[2], "prepare_block of a table that GPUs share")
 
 
 @pytest.mark.parametrize("top_k", [1, 6, 40])
