@@ -33,9 +33,10 @@ GAIN = 1.2
 #: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
 #: found under rules, as first guesses.
 FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
-#: Where the host waits for the device for less than this share of a plain step, plain steps that were asked for are
-#: slower than others; what these take is seen by a `SAMPLE` of them in each so many.
-LEAST_BLOCKED, SAMPLE, SAMPLED_EACH = 0.3, 6, 96
+#: Where the host waits for the device for less than this share of a plain step, steps that it was asked for are late.
+#: What plain ones take in a row is seen by a `SAMPLE`, `LEAST` of which ended before it chose again; under rules
+#: there is one in each so many steps.
+LEAST_BLOCKED, SAMPLE, LEAST, SAMPLED_EACH = 0.3, 6, 4, 96
 #: How quickly it is followed what rounds save, how long the host waits, and how often a round is found.
 _PACE, _FIND_PACE = 0.1, 0.05
 
@@ -48,7 +49,7 @@ class Learner(Policy):
     is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
     steps are launched ahead, and shapes captured. `in_one_pass`: the draft model proposes all levels at once.
     `experts`: `chosen` and `read` of `Guess`.
-    Deterministic but for the seconds that it is told.
+    Deterministic but for the seconds that it is told, and takes.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Learner(Policy):
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         self.host.open(sequence, prompt_ids)
-        self.account.forget()
+        self.account.risks.clear()
         self._behind_round = False
 
     def close(self, sequence: Drafted) -> None:
@@ -111,11 +112,12 @@ class Learner(Policy):
         """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
         if self.rested_steps:
-            self._count_rests()
+            self._count_rests(not self.own or self.rested_steps >= LEAST)
         step = Step(runner, len(sequences), room, ruled)
         self._chosen, self.rest, self.rests_as = self._chosen + 1, 0, (step.batch, ruled)
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
+            self.rest = SAMPLE if self.own and self._adaptive and self._ahead else 0
             own = () if begun or self._adaptive else self.own
             fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
             return next(fitting, None), None
@@ -126,12 +128,12 @@ class Learner(Policy):
             found, best = self._look(step, sequences, asks, waited)
             self._missed = begun and best is not None
             if best is not None and not begun:
-                self.account.launched(times.risk(best))
+                self.account.risks.append(times.risk(best))
                 self._behind_round = True
                 return best, [each.cut(best) for each in found]
         plan = self._choice.choose(step, times) if self.own and not begun else None
         if plan is not None:
-            self.account.launched(times.risk(plan) if self._adaptive else 0.0)
+            self.account.risks.append(times.risk(plan) if self._adaptive else 0.0)
         else:
             self._take_rest(ruled)
         return plan, None
@@ -245,8 +247,8 @@ class Learner(Policy):
         """See `Policy`. Without rules there is nothing to weigh an always equal plan against."""
         if not (ruled or self._adaptive or self.looks_up):
             return
-        if self.rested_steps:
-            self._count_rests()
+        if self.rested_steps:  # the host chose while they ran
+            self._count_rests(not self.own)
         batch, looked, self._looked = len(emitted), min(self._looked, 0.9 * seconds), 0.0
         if plan is None or not ruled:  # under rules the host has nothing to do beside a round
             self._blocked[ruled] += _PACE * (blocked - self._blocked[ruled])
@@ -261,25 +263,35 @@ class Learner(Policy):
         self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
-        waited = plan is None and (waited or (ruled and self._is_host_bound(times)))
+        late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
+        self._choice.sample = SAMPLE if late else 1
+        if plan is None:
+            self._choice.hidden = 0.0 if waited else blocked
+        is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
+        waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
         if plan is not None and plan.is_given:
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
-        self.searches[ruled].earn(tokens, (0.0 if is_own else saved) - cost)
-        times.record(plan, seconds, waited)
+        self.searches[ruled].earn(tokens, (saved if is_searched else 0.0) - cost)
+        times.record(plan, seconds, waited, late)
 
-    def _count_rests(self) -> None:
-        """Take notice of the plain steps that were not asked for since this was done last, all at once."""
+    def _count_rests(self, learns: bool) -> None:
+        """Take notice of the plain steps that were not asked for since this was done last, all at once. Where the host
+        has chosen meanwhile nothing is learned of what they take, but they may have lost time."""
         steps, seconds, ruled = self.rested_steps, self.rested_seconds, self.rests_as[1]
         self.rested_steps, self.rested_seconds = 0, 0.0
         self._chosen += steps
         self._rounds[PLAIN] += steps
         self._choice.ended(None, (), ruled, steps)
-        self.account.ended(steps, 0.0, False)
+        saved, times = 0.0, self._times.get(self.rests_as)
+        if times is not None and learns:
+            times.record(None, seconds / steps, steps=steps)
+        elif times is not None:
+            saved = steps - min(seconds / times.plain, LARGEST_SURPRISE * steps)
+        self.account.ended(steps, saved, False)
         self.searches[ruled].earn(steps, 0.0)
-        self._times[self.rests_as].record(None, seconds / steps, False, steps)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ FEARED = 5.0
 REFRESHED = 8
 #: Choosing takes the host some 50 us, half of a small model's step. A plan is kept for so many more rounds, unless one
 #: gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that what pays begins later by no
-#: more than this share, and for so many at most: choosing is a hundredth of them then (tools/bench/learner_time.py).
+#: more than this share, and for so many at most: choosing is a hundredth of them then (tools/bench/learner_time.py);
+#: where the host is late for them, for so many that all choosing within a window takes what may be lost of it.
 #: Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
 KEPT, PUT_OFF, MOST_KEPT = 7, 0.25, 128
 #: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
@@ -62,6 +64,8 @@ class OwnPlans:
         #: The options by batch and rules, the fastest first, and how many plain steps have ended since.
         self._rated: dict[tuple[int, bool], list[Option]] = {}
         self._stale = 0
+        #: Plain steps that rating took beyond the seconds that are `hidden` behind one; how many tell what they take.
+        self._cost, self.hidden, self.sample = 0.0, 0.0, 1
 
     def choose(self, step: Step, times: Seconds) -> DraftPlan | None:
         """The plan of the next step: what is in use while it is kept, then what looks best, or a try."""
@@ -71,14 +75,19 @@ class OwnPlans:
         if self.kept > 0 and self._kept_for == (step.batch, step.ruled) and step.fits(self.current):
             self.kept -= 1
             return self.current
+        began = time.perf_counter()
         safe = self._safe(step, times)
         best = self._best(safe, step)
         self._kept_for, self.current = (step.batch, step.ruled), best.plan
-        self.kept = KEPT if best.plan is not None else min(MOST_KEPT, int(PUT_OFF * self._undrafted))
+        cost = self._cost = max(0.0, time.perf_counter() - began - self.hidden) / times.plain
+        paid = cost * Account.WINDOW / max(cost, self._account.left, 0.1)  # by what may be lost of a window
+        self.kept = KEPT if best.plan is not None else int(max(paid, min(MOST_KEPT, PUT_OFF * self._undrafted)))
         tried = self._worth_trying([each for each in safe if each is not best], best, step)
         if tried is None:
             return best.plan
         self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
+        if tried.plan is None:
+            self.current, self.kept = None, self.sample - 1
         self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
         return tried.plan
 
@@ -141,9 +150,10 @@ class OwnPlans:
         not pay those since the latest round for what it may lose, else those since the plan was used for what it
         should."""
         for each in others:
-            loss, since = each.risk, self._undrafted
+            loss, since = each.risk + 2.0 * self._cost, self._undrafted  # it is rated again behind it, twice
             if best.plan is not None:
                 loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
+                loss *= self.sample if each.plan is None else 1
                 since = self._steps - self._used[each.plan]
             if loss <= TRIES_SHARE * since and step.fits(each.plan):
                 return each

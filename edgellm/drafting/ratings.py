@@ -123,14 +123,14 @@ class Account:
         self._tokens = self._saved = self._earned = 0.0
         #: Places, in tokens, and what was saved up to them: each more than at all later ones.
         self._best: deque[tuple[float, float]] = deque([(0.0, 0.0)])
-        #: What each step under way may lose.
-        self._risks: deque[float] = deque()
+        #: What each round under way may lose.
+        self.risks: deque[float] = deque()
 
     @property
     def left(self) -> float:
         """What may be lost, whatever comes of the steps under way."""
         earned = min(self.MOST_EARNED, self.EARNED_SHARE * max(0.0, self._earned))
-        return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self._risks)
+        return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self.risks)
 
     def affordable(self, cheapest: float) -> float:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
@@ -142,18 +142,10 @@ class Account:
         """How much of what is for later may be spent: 0 at the best place, 1 behind `WINDOW` tokens."""
         return math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
 
-    def launched(self, risk: float) -> None:
-        """A round was launched that may lose so much."""
-        self._risks.append(risk)
-
-    def forget(self) -> None:
-        """No step is under way."""
-        self._risks.clear()
-
     def ended(self, tokens: float, saved: float, drafted: bool = True) -> None:
         """Steps, or one that was `drafted`, gave each sequence so many tokens, and saved so many plain steps."""
-        if drafted and self._risks:
-            self._risks.popleft()
+        if drafted and self.risks:
+            self.risks.popleft()
         self._tokens, self._saved = self._tokens + tokens, self._saved + saved
         self._earned = self._earned * math.exp(-tokens / self.EARNED_OVER) + saved
         while self._best and self._best[-1][1] <= self._saved:

@@ -27,7 +27,8 @@ class Guess(NamedTuple):
     of each sequence that is verified. What a CPU computes row by row, a GPU hides behind reading the weights.
 
     `chosen` of a mixture's experts are what a token goes through (a share of all of them), and `read` is their share of
-    what a plain step reads: a round takes longer by the further experts that its tokens choose, evenly.
+    what a plain step reads: a round takes longer by the further experts that its tokens choose, evenly. `latency` are
+    seconds that each level, and what is beside of a draft model's round, take however small the model is.
     """
 
     once: float
@@ -35,17 +36,19 @@ class Guess(NamedTuple):
     node: float
     chosen: float = 1.0
     read: float = 0.0
+    latency: float = 0.0
 
     def in_one_pass(self) -> Guess:
         """For a draft model that proposes all levels in one pass. It has several layers: not measured, two levels'."""
         return self._replace(once=self.once + 2 * self.level, level=0.0)
 
-    def ratio(self, plan: DraftPlan, batch: int) -> float:
-        """For a plan in so many sequences."""
-        levels = 0 if plan.is_given else plan.steps
-        plain, whole = (self._distinct(rows) for rows in (batch, batch * plan.tree_size))
-        experts = self.read * (whole - plain) / (1 - self.read + self.read * plain)
-        return self.once + self.level * levels + self.node * batch * (plan.tree_size - 1) + experts
+    def ratio(self, plan: DraftPlan, batch: int, plain: float = math.inf) -> float:
+        """For a plan in so many sequences, where a plain step takes so many seconds."""
+        levels = 0 if plan.is_given or not self.level else plan.steps
+        least, whole = (self._distinct(rows) for rows in (batch, batch * plan.tree_size))
+        experts = self.read * (whole - least) / (1 - self.read + self.read * least)
+        once = self.once + self.latency * (levels + 2 if levels else 0) / plain
+        return once + self.level * levels + self.node * batch * (plan.tree_size - 1) + experts
 
     def _distinct(self, rows: int) -> float:
         """How many times the experts of one token so many go through."""
@@ -54,7 +57,7 @@ class Guess(NamedTuple):
 
 #: Where steps are captured and run ahead, and where they are computed at once. Measured: 1.37 to 2.24 on a board that
 #: is imitated, 1.56 to 2.95 on an H200, 2.9 to 10.7 on a CPU, for chains of 2 to trees of 60.
-CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01), Guess(2.5, 0.2, 0.09)
+CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01, latency=2e-5), Guess(2.5, 0.2, 0.09)
 
 
 class Seconds:
@@ -71,7 +74,7 @@ class Seconds:
     ) -> None:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
         self._terms: dict[DraftPlan | None, tuple[float, Sequence[int]]] = {None: (1.0, (0,))}
-        self._terms |= {plan: (guess.ratio(plan, batch), (1, place)) for place, plan in enumerate(plans, 2)}
+        self._terms |= {plan: (guess.ratio(plan, batch, plain), (1, place)) for place, plan in enumerate(plans, 2)}
         # Of the terms but the load, those of waiting and of all rounds first; they return to the guess, and their
         # variances to these.
         self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
@@ -95,8 +98,11 @@ class Seconds:
         """What a round may lose, in plain steps, if nothing is accepted."""
         return max(0.0, self.of(plan) / self.plain - 1.0)
 
-    def record(self, plan: DraftPlan | None, seconds: float, waited: bool = False, steps: int = 1) -> None:
-        """Take notice of a finished step, or of several plain ones that took so many seconds on average."""
+    def record(
+        self, plan: DraftPlan | None, seconds: float, waited: bool = False, late: bool = False, steps: int = 1
+    ) -> None:
+        """Take notice of a finished step, or of several plain ones that took so many seconds on average. Where the host
+        was `late` that says nothing of the load."""
         is_plain = plan is None and not waited
         expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
@@ -105,15 +111,16 @@ class Seconds:
             surprise, learned = limit**2 / surprise, 0.0
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
+        load = 0.0 if late else self._variance
         self._unfaded += steps
         if self._unfaded >= FADED and not is_plain:
             kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
             logs[:] = [kept * log for log in logs]
             pairs = zip(variances, self._first, strict=True)
             variances[:] = [first + kept**2 * (variance - first) for variance, first in pairs]
-        gain = 1.0 / (self._variance + sum([variances[place] for place in places]) + NOISE**2 / steps)
+        gain = 1.0 / (load + sum([variances[place] for place in places]) + NOISE**2 / steps)
         for place in places:
             logs[place] += gain * variances[place] * surprise
             variances[place] -= learned * gain * variances[place] ** 2
-        self._load += gain * self._variance * surprise
-        self._variance -= learned * gain * self._variance**2
+        self._load += gain * load * surprise
+        self._variance -= learned * gain * load**2

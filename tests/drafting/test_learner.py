@@ -18,7 +18,7 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.errors import EngineError
-from tools.bench.drafting_simulation import CPU, H200, INT4
+from tools.bench.drafting_simulation import CPU, H200, INT4, SHIPPED
 from tools.bench.drafting_workloads import Workload, figures
 
 LIMITS = EngineLimits(draft_top_k=10, draft_steps=6, verify_tree_size=60)
@@ -48,6 +48,15 @@ def test_no_window_is_slower_than_plain_and_what_pays_is_taken(name: str) -> Non
     assert found.overall >= overall and found.share >= share
 
 
+@pytest.mark.parametrize("kinds", [("unseen",), ("code", "unseen", "chat", "unseen")])
+def test_where_the_host_is_late_for_what_it_is_asked_no_window_is_slower_than_plain(kinds: tuple[str, ...]) -> None:
+    """A plain step takes as long as the host's, so that choosing is not hidden, and steps chosen look slower than those
+    in a row."""
+    found = figures(Workload(SHIPPED, "model", kinds))
+    print(found)
+    assert found.worst >= 0.98
+
+
 def choices(learner: Learner, steps: int, seconds: Any, tokens: Any, batch: int = 1) -> dict[str, int]:
     """How often each plan was taken, by name, where steps take and give what they are told to."""
     taken: dict[str, int] = {}
@@ -55,7 +64,8 @@ def choices(learner: Learner, steps: int, seconds: Any, tokens: Any, batch: int 
         plan, _ = learner.choose(RUNNER, [FREE] * batch, 1000, False)
         name = PLAIN if plan is None else plan.name
         taken[name] = taken.get(name, 0) + 1
-        learner.record(plan, [tokens(plan)] * batch, seconds(plan, batch))
+        took = seconds(plan, batch)
+        learner.record(plan, [tokens(plan)] * batch, took, blocked=took)
     return taken
 
 
@@ -119,7 +129,9 @@ def test_choices_follow_from_finished_steps_alone() -> None:
         assert second.choose(RUNNER, [FREE], 1000, False) == expected
         for learner in (first, second):
             plan = expected[0]
-            learner.record(plan, [1 if plan is None else 1 + number % 4], 0.001 if plan is None else 0.0015)
+            learner.record(
+                plan, [1 if plan is None else 1 + number % 4], 0.001 if plan is None else 0.0015, blocked=1.0
+            )
     assert len(first.report().rounds) > 3
 
 

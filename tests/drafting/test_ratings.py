@@ -113,7 +113,7 @@ def test_no_window_loses_more_than_the_account_holds() -> None:
             lost += [-saved / 400] * 2
         for _ in range(3000):
             taken = cost <= account.affordable(cost)
-            account.launched(cost if taken else 0.0)
+            account.risks.append(cost if taken else 0.0)
             account.ended(1.0, -cost if taken else 0.0)
             lost.append(cost if taken else 0.0)
         sums = np.cumsum([0.0, *lost])
@@ -146,14 +146,14 @@ def test_a_spell_is_soon_over_and_the_rest_is_for_later() -> None:
 def test_what_is_under_way_is_spent_until_it_has_ended() -> None:
     account = Account()
     for _ in range(3):
-        account.launched(1.5)
+        account.risks.append(1.5)
     assert account.left < 0.2 and account.affordable(0.1) < 0.1
     for _ in range(3):
         account.ended(3.0, 0.8)
     left = account.left
     assert 0.0 < left - Account.MOST_LOST <= Account.EARNED_SHARE * 3 * 0.8
-    account.launched(3.0)
-    account.forget()
+    account.risks.append(3.0)
+    account.risks.clear()
     assert account.left == left
 
 

@@ -34,7 +34,8 @@ class Device(NamedTuple):
     proposes, and `node` for each token that is verified; `more` for each further sequence of a plain step. The host
     takes `host` seconds from a token to the next launch, and `ask` seconds to ask the index; steps are launched `ahead`
     of what was read. Plans differ by up to `uneven` from that. With a draft model loaded a plain step takes `upkeep`
-    more."""
+    more. The learner takes the host `think` seconds to choose, the same to take note, and `rate` more to rate a draft
+    model's plans anew."""
 
     name: str
     plain: float
@@ -47,6 +48,8 @@ class Device(NamedTuple):
     ahead: int = 1
     uneven: float = 0.08
     upkeep: float = 0.0
+    think: float = 0.0
+    rate: float = 0.0
 
     def seconds(self, plan: DraftPlan | None, batch: int, drafts: bool) -> float:
         """Of a step, without noise."""
@@ -60,11 +63,13 @@ class Device(NamedTuple):
 
 
 #: 1B shapes in fp16 on an H200; the same as an Orin has bandwidth and arithmetic, in fp16 and in int4 with a draft in
-#: fp16 (2026-11-28-h200-boards.md); the shipped model on two cores (2026-11-28-cpu-learner.md).
+#: fp16 (2026-11-28-h200-boards.md); the shipped model on two cores (2026-11-28-cpu-learner.md), and on an H200, where
+#: the host takes as long as a plain step (2026-11-29-h200-proofs.md) and what the learner takes is not hidden.
 H200 = Device("H200", 0.775e-3, 1.1, 0.155, 0.010)
 ORIN = Device("Orin", 7.0e-3, 1.05, 0.105, 0.009, host=1.5e-4, ask=1e-4)
 INT4 = Device("Orin int4", 3.4e-3, 1.35, 0.25, 0.03, host=1.5e-4, ask=1e-4)
 CPU = Device("NumPy", 2.65e-3, 2.6, 0.2, 0.09, more=0.5, host=1e-4, ask=1e-4, ahead=0)
+SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, think=2e-5, rate=1.5e-4)
 
 
 @dataclass
