@@ -1,14 +1,14 @@
 // The sum of what a row's experts give: in the order of their ids, which is that of its weights, whoever adds.
 #pragma once
 #include "decode/common.cuh"
-#include "experts/choice.cuh"
 #include "shared/last_of.cuh"
 
 namespace experts {
 
-// outputs [rows, chosen, width]; shared [rows, width] (null: none); residual [rows, width] (null: 0).
+// outputs [rows, chosen, width], weights [rows, chosen]; shared [rows, width] (null: none) and its weights [rows] (null: 1);
+// residual [rows, width] (null: 0).
 struct Addition {
-    const float *outputs, *shared;
+    const float *outputs, *weights, *shared, *shared_weights;
     const void* residual;
     float* output;
     int chosen, width, residual_float;
@@ -23,16 +23,18 @@ __device__ __forceinline__ void add_weighted(float4& total, float weight, const 
 }
 
 // output = residual + scale (the sum of outputs times weights, in order), of four columns of a row.
-template <typename T, typename Chosen>
-__device__ __forceinline__ void add_four(const Addition& given, const Chosen& chosen, int row, int column) {
+template <typename T> __device__ __forceinline__ void add_four(const Addition& given, int row, int column) {
     const size_t place = static_cast<size_t>(row) * given.width + column;
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f), before = total;
 #pragma unroll 8
     for (int number = 0; number < given.chosen; ++number) {
-        const int pair = row * given.chosen + number;
-        add_weighted(total, chosen.weight(pair), given.outputs + static_cast<size_t>(pair) * given.width + column);
+        const size_t pair = static_cast<size_t>(row) * given.chosen + number;
+        add_weighted(total, __ldcg(given.weights + pair), given.outputs + pair * given.width + column);
     }
-    if (given.shared != nullptr) add_weighted(total, chosen.share(row), given.shared + place);
+    if (given.shared != nullptr) {
+        const float weight = given.shared_weights == nullptr ? 1.f : __ldcg(given.shared_weights + row);
+        add_weighted(total, weight, given.shared + place);
+    }
     if (given.residual == nullptr) {
     } else if (given.residual_float) {
         before = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(given.residual) + place));

@@ -19,15 +19,11 @@ from typing import NamedTuple
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.fitted import fitted
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 
 #: The most experts of a layer, each lane of a warp has so many 32nds of them, and the most that a row goes through.
 MAX_EXPERTS, MAX_CHOSEN = 512, 32
-#: The most rows whose products choose for themselves, in each block, as `fitted.json` says; of more a launch of its own
-#: chooses. A block has a warp for each row and one for its share of the shared expert: up to 8.
-(MAX_CHOOSING_ROWS,) = fitted("mixtures of experts of few rows", "choosing_rows")
 #: The most pairs of a row and an expert of one launch: the second axis of its grid.
 MAX_PAIRS = 65_535
 #: The rows that tiles may have, and how many pairs an expert has at most, on average, for the first ones to be faster
@@ -85,26 +81,11 @@ class Routed(NamedTuple):
     """`expert_ids` int32 [R, k], rising in each row, and `expert_weights` float32 [R, k]. `shared_weights` float32 [R]
     is the share of the expert that every row goes through, None where that is 1 or there is no such expert. A row with
     NaN among its scores has weights of NaN. Of an id -1, which no expert has, nothing is multiplied, and where a weight
-    is 0 nothing is added, whatever stands there.
+    is 0 nothing is added, whatever stands there."""
 
-    Or the `choice` alone, of up to `MAX_CHOOSING_ROWS` rows, which whoever needs it makes."""
-
-    expert_ids: OwnArray = None
-    expert_weights: OwnArray = None
+    expert_ids: OwnArray
+    expert_weights: OwnArray
     shared_weights: OwnArray | None = None
-    choice: Choice | None = None
-
-    @property
-    def chosen(self) -> int:
-        """How many experts a row goes through."""
-        return self.expert_ids.shape[-1] if self.choice is None else self.choice.routing.chosen
-
-    @property
-    def rows(self) -> int:
-        """Of how many rows this is."""
-        if self.choice is None:
-            return self.expert_ids.size // self.chosen
-        return self.choice.scores.size // self.choice.routing.experts
 
 
 class Addition(NamedTuple):

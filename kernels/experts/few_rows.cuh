@@ -18,18 +18,15 @@ constexpr int MOST = 8, READS = 4;  // pairs of a group, or fewer: `most`; ids t
 // `linear` is the first expert's; the next one's weight begins `stride` bytes and its bias `biases` elements further. Pair p
 // of `pairs` is of row p / sharing of the input, and of row p of the output; `limit`: see Clamped. counters [rows, blocks of an
 // expert], zero before and after: who writes the last products of a row's columns also adds them. Null: they are left.
-// What rows chose is `written`; or each block chooses for itself, for up to MOST rows, and leaves that `room` bytes from the
-// beginning of its shared memory: HOST_EACH experts of each lane, 0 of what is written.
 struct Product {
     Linear linear;
     Addition addition;
-    Written written;
-    Choice choice;
+    const int* expert_ids;
     const void* input;
     void* output;
     unsigned* counters;
     unsigned long long stride;
-    int experts, biases, sharing, pairs, rows, most, room;
+    int experts, biases, sharing, pairs, most;
     float limit;
 };
 static_assert(sizeof(Product) == HOST_PRODUCT_BYTES, "as the host's structure");
@@ -83,72 +80,17 @@ template <typename T, int KIND, typename Pairs> struct GroupOutput {
     }
 };
 
-// Gates and ups wait first, and only then let the next kernel begin. (LATE: even later, elsewhere.) So downs, which let theirs
-// begin at once, may choose, and begin to read their experts' weights, before they wait for gates and ups:
-// - the wait of gates and ups returns when the kernel before them has finished, with all that it wrote in the second-level
-//   cache; every block of that one had waited, too, so all kernels before it have finished: also the router, though others may
-//   stand between, as those of an expert of all rows do;
-// - a block of downs runs when every block of gates and ups has let it, or has ended, which none does before it waited;
-// - scores, the router's input and what a launch wrote down of its choice are read past the first-level cache, where something
-//   older may be; weights never change. What gates and ups give is read behind the wait for them.
-// Nothing overwrites scores meanwhile: who does waits for downs, as every kernel waits for the one before.
-template <int KIND, bool LATE = false> __device__ __forceinline__ void begin_behind_choice() {
-    if (KIND != SUMS) wait_for_previous_kernel();
-    if (!LATE) launch_next_kernel();
-}
-
-// What the block's warps choose: one for each row, and of downs another for its share of the expert that all rows go through.
-template <int EACH> struct Chosen {
-    const Choice& choice;
-    const int rows;
-    int* ids;
-    float *weights, *shares;
-    RowChoice<EACH> own;
-
-    __device__ Chosen(const Product& given, char* shared) : choice(given.choice), rows(given.rows) {
-        const int warp = threadIdx.x / 32;
-        ids = reinterpret_cast<int*>(shared + given.room);
-        weights = reinterpret_cast<float*>(ids + given.pairs), shares = weights + given.pairs;
-        if (warp < rows) own.choose(choice, warp, ids + warp * choice.chosen, weights + warp * choice.chosen);
-        __syncthreads();
-    }
-    // Weights and shares come later than ids, when the experts' weights are under way; a barrier must follow.
-    template <typename T> __device__ __forceinline__ void leave_shares() const {
-        const int warp = threadIdx.x / 32;
-        if (warp < rows) {
-            own.leave_weights(choice, ids + warp * choice.chosen, weights + warp * choice.chosen);
-        } else if (warp < 2 * rows && choice.gate != nullptr) {
-            const float share = share_of_all<T>(choice, warp - rows);
-            if (threadIdx.x % 32 == 0) shares[warp - rows] = share;
-        }
-    }
-    __device__ int id(int pair) const { return ids[pair]; }
-    __device__ float weight(int pair) const { return weights[pair]; }
-    __device__ float share(int row) const { return choice.gate == nullptr ? 1.f : shares[row]; }
-};
-template <> struct Chosen<0> : Written {
-    __device__ Chosen(const Product& given, const char*) : Written(given.written) {}
-    template <typename T> __device__ void leave_shares() const {}
-};
-using Choices = Chosen<HOST_EACH>;
-
-template <typename T, int KIND> __device__ __forceinline__ void wait_for_inputs(const Choices& chosen) {
-    if (KIND != SUMS) return;
-    chosen.leave_shares<T>();
-    wait_for_previous_kernel();
-}
-
 // Finds the group that begins with the block's pair; false: another block multiplies it. All threads call it.
-__device__ __forceinline__ bool find_group(const Product& given, const Choices& chosen, Group& group) {
+__device__ __forceinline__ bool find_group(const Product& given, Group& group) {
     const int own = blockIdx.y, lane = threadIdx.x;
     if (lane < 32) {  // one warp looks through all ids
-        const int expert = chosen.id(own);
+        const int expert = __ldcg(given.expert_ids + own);
         int before = 0, count = 0;
         for (int first = lane; first - lane < given.pairs && count < given.most; first += 32 * READS) {
             int ids[READS];
 #pragma unroll
             for (int i = 0; i < READS; ++i)
-                ids[i] = first + i * 32 < given.pairs ? chosen.id(first + i * 32) : ~expert;
+                ids[i] = first + i * 32 < given.pairs ? __ldcg(given.expert_ids + first + i * 32) : ~expert;
 #pragma unroll
             for (int i = 0; i < READS; ++i) {
                 const int pair = first + i * 32;
@@ -165,12 +107,24 @@ __device__ __forceinline__ bool find_group(const Product& given, const Choices& 
     return group.count > 0;
 }
 
+// Gates and ups wait first, and only then let the next kernel begin. (LATE: even later, elsewhere.) So downs, whose blocks run when
+// all of theirs have, know their experts, and begin to read them, before they wait for gates and ups: what these waited for has
+// finished, with all that it wrote, and so has every kernel before it (see wait_for_previous_kernel), also the choice. ids are read
+// past the first-level cache; nothing overwrites them before downs have ended, as who does waits for these.
+template <int KIND, bool LATE = false> __device__ __forceinline__ void begin_behind_choice() {
+    if (KIND != SUMS) wait_for_previous_kernel();
+    if (!LATE) launch_next_kernel();
+}
+template <int KIND> __device__ __forceinline__ void wait_for_inputs() {
+    if (KIND == SUMS) wait_for_previous_kernel();
+}
+
 // Whether no expert is here that the block's pair chose: another rank has it.
-__device__ __forceinline__ bool is_of_others(const Choices& chosen) { return chosen.id(blockIdx.y) < 0; }
+__device__ __forceinline__ bool is_of_others(const Product& given) { return __ldcg(given.expert_ids + blockIdx.y) < 0; }
 
 // The layer of the expert of the block's pair, for the rows of its group.
-template <typename T> __device__ __forceinline__ Linear layer_of(const Product& given, const Choices& chosen, int count) {
-    const int expert = min(max(chosen.id(blockIdx.y), 0), given.experts - 1);
+template <typename T> __device__ __forceinline__ Linear layer_of(const Product& given, int count) {
+    const int expert = min(max(__ldcg(given.expert_ids + blockIdx.y), 0), given.experts - 1);
     Linear own = given.linear;
     own.batch = count;
     own.weight = static_cast<const char*>(own.weight) + expert * given.stride;
@@ -181,18 +135,18 @@ template <typename T> __device__ __forceinline__ Linear layer_of(const Product& 
 // Adds those columns of a row whose last products this block has written, where they are to be added. UNIT: columns of each of
 // the block's tiles.
 template <typename T, int UNIT, typename Pairs>
-__device__ __forceinline__ void add_finished(const Product& given, const Choices& chosen, const Pairs& pairs) {
+__device__ __forceinline__ void add_finished(const Product& given, const Pairs& pairs) {
     if (given.counters == nullptr) return;
-    const int each = given.addition.chosen, width = given.addition.width;
+    const int chosen = given.addition.chosen, width = given.addition.width;
 #pragma unroll 1
     for (int b = 0; b < pairs.count; ++b) {
-        const int row = pairs(b) / each;
-        if (!comes_last(given.counters + row * gridDim.x + blockIdx.x, each)) continue;
+        const int row = pairs(b) / chosen;
+        if (!comes_last(given.counters + row * gridDim.x + blockIdx.x, chosen)) continue;
 #pragma unroll 1
         for (int i = threadIdx.x * 4;; i += blockDim.x * 4) {
             const int column = (blockIdx.x + i / UNIT * gridDim.x) * UNIT + i % UNIT;
             if (column - i % UNIT >= width) break;
-            if (column < width) add_four<T>(given.addition, chosen, row, column);
+            if (column < width) add_four<T>(given.addition, row, column);
         }
     }
 }

@@ -18,6 +18,7 @@ from edgellm.kernels.decode.arguments import (
     cuda_type,
     decode_kernel,
     linear_argument,
+    rows_of,
 )
 from edgellm.kernels.decode.contract import ACTIVATIONS, MAX_TILED_ROWS, SLICES, STEP, slice_steps
 from edgellm.kernels.decode.geometries import DEEP, NARROW, Geometry, block_share
@@ -31,14 +32,14 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ADDING_THREADS = 128
-#: Of a block's own variables, and of ids, weights and shares that it chooses, at most.
-_OWN_BYTES = 64 + contract.MAX_CHOOSING_ROWS * (8 * contract.MAX_CHOSEN + 4)
+#: Of a block's own variables, at most.
+_GROUP_BYTES = 64
 #: Blocks of one launch of dense experts: so many times what the GPU has at once, where pairs have work for as many.
 _ROUNDS = 2
 
 
 class _Choice(ctypes.Structure):
-    """`Choice` of choice.cuh."""
+    """`Choice` of choice.cu."""
 
     _fields_ = members(
         "void* scores correction x gate",
@@ -47,16 +48,12 @@ class _Choice(ctypes.Structure):
     )
 
 
-class _Written(ctypes.Structure):
-    """`Written` of choice.cuh."""
-
-    _fields_ = members("void* ids weights shared")
-
-
 class _Addition(ctypes.Structure):
     """`Addition` of addition.cuh."""
 
-    _fields_ = members("void* outputs shared residual output", "int chosen width residual_float", "float scale")
+    _fields_ = members(
+        "void* outputs weights shared shared_weights residual output", "int chosen width residual_float", "float scale"
+    )
 
 
 class _Product(ctypes.Structure):
@@ -65,12 +62,10 @@ class _Product(ctypes.Structure):
     _fields_ = [
         ("linear", LinearArgument),
         ("addition", _Addition),
-        ("written", _Written),
-        ("choice", _Choice),
         *members(
-            "void* input output counters",
+            "void* expert_ids input output counters",
             "ulonglong stride",
-            "int experts biases sharing pairs rows most room",
+            "int experts biases sharing pairs most",
             "float limit",
         ),
     ]
@@ -81,12 +76,7 @@ _CHOICE_MACROS = (
     ("HOST_ADDITION_BYTES", ctypes.sizeof(_Addition)),
     ("HOST_ADDING_THREADS", _ADDING_THREADS),
 )
-_PRODUCT_MACROS = (
-    *LINEAR_MACROS,
-    ("HOST_CHOICE_BYTES", ctypes.sizeof(_Choice)),
-    ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)),
-    ("HOST_SILU", ACTIVATIONS["silu"]),
-)
+_PRODUCT_MACROS = (*LINEAR_MACROS, ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)), ("HOST_SILU", ACTIVATIONS["silu"]))
 
 
 class CudaExperts:
@@ -96,55 +86,50 @@ class CudaExperts:
         self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
 
     def choose(self, choice, routed):
-        (argument, each), rows = self._choice(choice), choice.scores.size // choice.routing.experts
-        for name, array in (("expert_ids", routed.expert_ids), ("expert_weights", routed.expert_weights)):
-            check_room(name, array, rows, choice.routing.chosen)
-        kernel = decode_kernel("experts/choice.cu", f"experts::choose<{self._type}, {each}>", _CHOICE_MACROS)
-        given = argument, *map(ctypes.c_void_p, addresses(*routed[:3]))
-        return Launch(self.module, kernel, (rows, 1, 1), 32, 0, given)
-
-    def _choice(self, choice: contract.Choice) -> tuple[_Choice, int]:
-        """By what rows choose, and how many experts a lane has."""
         routing, scores, correction, shared, own = choice
-        experts, chosen = routing.experts, routing.chosen
+        experts, chosen, rows = routing.experts, routing.chosen, scores.size // routing.experts
         reason = contract.experts_refusal(experts, chosen)
         if reason is not None or scores.dtype != "float32":
             raise KernelError(reason or f"scores of experts are {scores.dtype}; expected float32")
+        for name, array in (("expert_ids", routed.expert_ids), ("expert_weights", routed.expert_weights)):
+            check_room(name, array, rows, chosen)
         x, gate = shared or (None, None)
         if x is not None and (x.shape[-1] % 8 or {x.dtype, *(() if gate is None else (gate.dtype,))} != {self.dtype}):
             raise KernelError(f"rows {x.dtype} {list(x.shape)} have no shared expert; expected {self.dtype} in eights")
-        arguments = _Choice(
+        argument = _Choice(
             *addresses(scores, correction, x, gate),
             *(experts, chosen, 0 if x is None else x.shape[-1], routing.sigmoid, routing.normalized),
             *(own or (0, experts)),
             *(routing.epsilon, routing.scale),
         )
-        return arguments, 1 << (-(-experts // 32) - 1).bit_length()
+        each = 1 << (-(-experts // 32) - 1).bit_length()  # of a lane
+        kernel = decode_kernel("experts/choice.cu", f"experts::choose<{self._type}, {each}>", _CHOICE_MACROS)
+        return Launch(self.module, kernel, (rows, 1, 1), 32, 0, (argument, *map(ctypes.c_void_p, addresses(*routed))))
 
-    def gate_up(self, x, routed, experts, how, output):
-        return self._product(how.kind, x, routed, experts, output, how)
+    def gate_up(self, x, expert_ids, experts, how, output):
+        return self._product(how.kind, x, expert_ids, experts, output, how)
 
     def down(self, x, expert_ids, experts, output):
-        return self._product("sums", x, contract.Routed(expert_ids), experts, output, None)
+        return self._product("sums", x, expert_ids, experts, output, None)
 
     def down_add(self, x, experts, products, addition, counters):
-        argument = self._addition(products, addition)
-        check_room("counters", counters, addition.routed.rows, counter_words(argument.width))
-        return self._product("sums", x, addition.routed, experts, products, None, (argument, counters))
+        argument, rows = self._addition(products, addition)
+        check_room("counters", counters, rows, counter_words(argument.width))
+        return self._product("sums", x, addition.routed.expert_ids, experts, products, None, (argument, counters))
 
     def add(self, outputs, addition):
         """See `NumpyExperts.add`, of up to 65,535 rows."""
-        argument = self._addition(outputs, addition)
+        argument, rows = self._addition(outputs, addition)
         kernel = decode_kernel("experts/choice.cu", f"experts::add<{self._type}>", _CHOICE_MACROS)
-        grid = -(-argument.width // (4 * _ADDING_THREADS)), addition.routed.rows, 1
-        written = _Written(*addresses(*addition.routed[:3]))
-        return Launch(self.module, kernel, grid, _ADDING_THREADS, 0, (argument, written))
+        grid = -(-argument.width // (4 * _ADDING_THREADS)), rows, 1
+        return Launch(self.module, kernel, grid, _ADDING_THREADS, 0, (argument,))
 
-    def _addition(self, outputs: DeviceArray, addition: contract.Addition) -> _Addition:
-        """What is added."""
+    def _addition(self, outputs: DeviceArray, addition: contract.Addition) -> tuple[_Addition, int]:
+        """What is added, and of how many rows."""
         routed, residual, output, scale, shared = addition
         before = output if residual is None else residual
-        width, chosen, rows = before.shape[-1], routed.chosen, routed.rows
+        width, chosen = before.shape[-1], routed.expert_weights.shape[-1]
+        rows = routed.expert_weights.size // chosen
         if width % 8 or before.dtype not in ("float32", self.dtype) or output.dtype != "float32":
             raise KernelError(
                 f"a residual {before.dtype} {list(before.shape)} gets no experts' sum of {output.dtype}; expected "
@@ -153,14 +138,14 @@ class CudaExperts:
         for name, array, columns in (("outputs", outputs, chosen * width), ("residual", before, width)):
             check_room(name, array, rows, columns)
         check_room("output", output, rows, width)
-        arrays = addresses(outputs, shared, residual, output)
-        return _Addition(*arrays, chosen, width, before.dtype == "float32", scale)
+        arrays = addresses(outputs, routed.expert_weights, shared, routed.shared_weights, residual, output)
+        return _Addition(*arrays, chosen, width, before.dtype == "float32", scale), rows
 
     def _product(
         self,
         kind: str,
         x: DeviceArray,
-        routed: contract.Routed,
+        expert_ids: DeviceArray,
         experts: contract.ExpertWeights,
         output: DeviceArray,
         how: contract.Activation | None,
@@ -168,13 +153,9 @@ class CudaExperts:
     ) -> Launch:
         """The product of all pairs: of x [R, K] `how` activated, or without that of each pair's own row. `adding`: what
         is added, too, and its counters."""
-        (rows, columns), layout, gated, chosen = experts.shape, experts.layout, kind == "gated", routed.chosen
+        (rows, columns), layout, gated, chosen = experts.shape, experts.layout, kind == "gated", expert_ids.shape[-1]
         outputs, sharing = (rows, 1) if how is None else (rows // how.sums, chosen)
-        pairs, choice, each, room = contract.check_pairs(routed.rows, chosen), _Choice(), 0, 0
-        if routed.choice is not None:
-            (choice, each), room = self._choice(routed.choice), routed.rows * (8 * chosen + 4)
-            if routed.rows > contract.MAX_CHOOSING_ROWS:
-                raise KernelError(f"blocks choose for up to {contract.MAX_CHOOSING_ROWS} rows, not {routed.rows}")
+        pairs = contract.check_pairs(rows_of(expert_ids), chosen)
         reason = contract.matrix_refusal(rows, columns, gated, layout)
         if reason is not None or x.dtype != self.dtype:
             raise KernelError(reason or f"experts multiply {self.dtype}, not {x.dtype}")
@@ -182,22 +163,20 @@ class CudaExperts:
         check_room("output", output, pairs, outputs)
         linear = linear_argument(experts.linear, 1, rows // 2 if gated else rows, 1.0)
         addition, counters = adding or (_Addition(), None)
-        most, (kernel, blocks, shared_bytes) = self._way(kind, experts, pairs, chosen, each)
+        most, (kernel, blocks, shared_bytes) = self._way(kind, experts, pairs, chosen)
         arguments = _Product(
-            *(linear, addition, _Written(*addresses(*routed[:3])), choice),
-            *addresses(x, output, counters),
+            *(linear, addition),
+            *addresses(expert_ids, x, output, counters),
             rows * columns * 2 if layout is None else expert_bytes(layout, experts.experts),
-            *(experts.experts, rows, sharing, pairs, routed.rows, most, shared_bytes),
-            0.0 if how is None else how.limit,
+            *(experts.experts, rows, sharing, pairs, most, 0.0 if how is None else how.limit),
         )
-        return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes + room, (arguments,))
+        return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes, (arguments,))
 
     def _way(
-        self, kind: str, experts: contract.ExpertWeights, pairs: int, chosen: int, each: int
+        self, kind: str, experts: contract.ExpertWeights, pairs: int, chosen: int
     ) -> tuple[int, tuple[Kernel, int, int]]:
-        """How many pairs of an expert a block multiplies at most, the kernel, in which a lane chooses among `each`
-        experts (0: none does), the blocks of each pair, or group of them, and the shared memory of their products."""
-        macros = *_PRODUCT_MACROS, ("HOST_EACH", each)
+        """How many pairs of an expert a block multiplies at most, the kernel, the blocks of each pair, or group of
+        them, and their shared memory."""
         (height, columns), layout, gpu = experts.shape, experts.layout, capacity_of(self.module)
         rows, active = pairs // chosen, min(pairs, experts.experts)
         most = pairs_at_once(rows, active, (height, columns), kind == "gated", layout, gpu)
@@ -207,13 +186,13 @@ class CudaExperts:
             geometry, tiles, needed = dense_geometry(most, columns, kind == "gated", gpu.shared_limit)
             name = f"decode::{geometry.name}{'Pairs' if kind == 'gated' else ''}"
             arguments = f"{self._type}, {name}, experts::{kind.upper()}, {str(most > 1).lower()}"
-            kernel = decode_kernel("experts/dense_rows.cu", f"experts::dense<{arguments}>", macros)
+            kernel = decode_kernel("experts/dense_rows.cu", f"experts::dense<{arguments}>", _PRODUCT_MACROS)
             at_once = _ROUNDS * geometry.blocks_per_multiprocessor * gpu.multiprocessors
             return most, (kernel, min(-(-height // (8 * tiles)), -(-at_once // active)), needed)
         own, every = replace(layout, rows=height), replace(layout, rows=height * active)
         way = packed_rows(most, every, gpu, normed=False, experts_rows=rows)
         assert way is not None  # as `pairs_at_once` says
-        kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, macros, "experts/packed_rows.cu")
+        kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
         needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
         count = experts.experts  # of which rows that choose evenly have pairs of about so many:
         rest = max(0, 1 - chosen / count)  # of a rank's experts there may be fewer than a row chooses
@@ -248,7 +227,7 @@ def pairs_at_once(
             if way is None:
                 continue
             needed = way.shared_bytes(layout.block_bytes, columns, pairs, normed=False)
-        if needed + _OWN_BYTES <= gpu.shared_limit:
+        if needed + _GROUP_BYTES <= gpu.shared_limit:
             return pairs
     return None
 

@@ -31,17 +31,24 @@ class NumpyExperts:
     @launched
     def choose(self, choice: Choice, routed: Routed) -> None:
         """To `routed` what each row chooses."""
-        for target, values in zip(routed[:3], made(choice)[:3], strict=True):
-            if target is not None and values is not None:
-                write(target, values)
+        routing, scores, correction, shared, own = choice
+        ids, weights = chosen_experts(rows_of(scores), routing, correction)
+        if own is not None:
+            is_own = (own[0] <= ids) & (ids < own[1])
+            ids, weights = np.where(is_own, ids - own[0], -1), np.where(is_own, weights, 0)
+        write(routed.expert_ids, ids)
+        write(routed.expert_weights, weights)
+        if shared is not None and routed.shared_weights is not None:
+            x, gate = shared
+            write(routed.shared_weights, _sigmoid(rows_of(x) @ gate.reshape(-1, 1)))
 
     @launched
     def gate_up(
-        self, x: np.ndarray, routed: Routed, experts: ExpertWeights, how: Activation, output: np.ndarray
+        self, x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights, how: Activation, output: np.ndarray
     ) -> None:
         """`output` [R, k I] compute = what each row's experts make of x [R, H] by their matrices [2 I, H], or [I, H]
         where they have no gates; `how`: of the sums."""
-        inner = activated(_products(rows_of(x)[:, None], _written(routed).expert_ids, experts), how)
+        inner = activated(_products(rows_of(x)[:, None], expert_ids, experts), how)
         write(output, inner.reshape(len(inner), -1))
 
     @launched
@@ -57,7 +64,7 @@ class NumpyExperts:
         """`down` to `products`, then `add`. `counters` uint32 [R, `counter_words`] are zero before and after."""
 
         def compute() -> None:
-            self.down(x, _written(addition.routed).expert_ids, experts, products)()
+            self.down(x, addition.routed.expert_ids, experts, products)()
             self.add(products, addition)()
 
         return NumpyLaunch(compute)
@@ -65,7 +72,7 @@ class NumpyExperts:
     @launched
     def add(self, outputs: np.ndarray, addition: Addition) -> None:
         """The `addition` of what is in `outputs` [R, k N] float32."""
-        routed, residual, output, scale, shared = _written(addition.routed), *addition[1:]
+        routed, residual, output, scale, shared = addition
         weights = rows_of(routed.expert_weights)
         each, total = outputs.reshape(*weights.shape, -1), np.zeros(rows_of(output).shape, np.float32)
         for place in range(weights.shape[1]):
@@ -104,7 +111,7 @@ class NumpyExperts:
         results = output.reshape(-1, width)
 
         def product(place: np.ndarray, ids: np.ndarray, found: np.ndarray) -> NumpyLaunch:
-            return self.gate_up(rows_of(x)[sorted_pairs.rows[place]], Routed(ids), experts, how, found)
+            return self.gate_up(rows_of(x)[sorted_pairs.rows[place]], ids, experts, how, found)
 
         return _of_sorted(sorted_pairs, results, product)
 
@@ -171,20 +178,6 @@ def activated(sums: np.ndarray, how: Activation) -> np.ndarray:
         return gated(sums, "silu")
     gate, up = np.minimum(sums[..., ::2], how.limit), np.clip(sums[..., 1::2], -how.limit, how.limit)
     return (up + 1) * gate * _sigmoid(np.float32(1.702) * gate)
-
-
-def made(choice: Choice) -> Routed:
-    """What rows choose, written down."""
-    routing, scores, correction, shared, own = choice
-    ids, weights = chosen_experts(rows_of(scores), routing, correction)
-    if own is not None:
-        is_own = (own[0] <= ids) & (ids < own[1])
-        ids, weights = np.where(is_own, ids - own[0], -1), np.where(is_own, weights, 0)
-    return Routed(ids, weights, None if shared is None else _sigmoid(rows_of(shared[0]) @ shared[1].reshape(-1, 1)))
-
-
-def _written(routed: Routed) -> Routed:
-    return routed if routed.choice is None else made(routed.choice)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -1,16 +1,15 @@
 """Times a mixture's layer by kernels, over the weights of several layers in turn: of decode steps, and of prompts.
 
     python tools/bench/experts_speed.py [--rows 1 4 16 64 512 4000] [--experts 128 --chosen 8 --hidden 2048 --size 768]
-                                        [--format int4 fp8 nvfp4 mxfp4 dense] [--choose-from 9] [--sort-from 65]
-                                        [--tilings] [--choices even skewed] [--as orin [--alone]] [--output FILE]
+                                        [--format int4 fp8 nvfp4 mxfp4 dense] [--sort-from 65] [--tilings]
+                                        [--choices even skewed] [--as orin [--alone]] [--output FILE]
 
 Random weights in the shapes of Qwen3-30B-A3B; experts are chosen evenly, and `skewed`: expert of rank r, another one in
 each layer, is as likely as r^-0.8. Milliseconds of a layer, from CUDA graphs of all layers, and of its kernels each by
 itself; GB/s are those of the weights of the experts that were chosen, each read once, and their share of what was read
-before and behind; TFLOP/s of the experts' products. As in models, a launch of its own chooses where blocks do not do
-so for themselves, or `--choose-from` other numbers of rows, up to those; from 65 rows on pairs are sorted by expert
-(`sort`), or `--sort-from` others. Norms are left out but where a router has them inside. `--tilings`: every tiling of
-sorted pairs, gates and ups, and downs. Needs pycuda and a GPU; all layers take 2.5 GB of it.
+before and behind; TFLOP/s of the experts' products. As in models, from 65 rows on pairs are sorted by expert (`sort`),
+or `--sort-from` others. Norms are left out but where a router has them inside. `--tilings`: every tiling of sorted
+pairs, gates and ups, and downs. Needs pycuda and a GPU; all layers take 2.5 GB of it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.experts.contract import (
-    MAX_CHOOSING_ROWS,
     TILES,
     Activation,
     Addition,
@@ -87,7 +85,6 @@ class Bench:
         self.experts, self.chosen, self.hidden, self.size = (
             getattr(options, each) for each in ("experts", "chosen", "hidden", "size")
         )
-        self.choose_from: int = options.choose_from
         self.sort_from: int = options.sort_from
         noise = (np.random.default_rng(0).standard_normal(1 << 20) * 0.02).astype(np.float16)
         self._noise = self.array_of(noise)
@@ -162,7 +159,6 @@ class Step:
         self.bench, (self.rows, chosen) = bench, ids[0].shape
         self.pairs, empty = self.rows * chosen, bench.device.empty
         self.ids = [bench.array_of(each) for each in ids]
-        self.given = [self._scores_for(each) for each in ids]
         self.x, self.residual = bench.random(self.rows, bench.hidden), bench.random(self.rows, bench.hidden)
         self.scores, self.output = (empty((self.rows, each), "float32") for each in (bench.experts, bench.hidden))
         self.routed = Routed(empty((self.rows, chosen), "int32"), empty((self.rows, chosen), "float32"))
@@ -170,12 +166,6 @@ class Step:
         self.products = empty((self.rows, chosen * bench.hidden), "float32")
         self.counters = bench.device.zeros((self.rows, counter_words(bench.hidden)), "uint32")
         self.sorted = self.room(rows_of_tiles(self.pairs, bench.experts)) if self.rows >= bench.sort_from else None
-
-    def _scores_for(self, ids: np.ndarray) -> DeviceArray:
-        """Scores by which rows choose these."""
-        scores = np.random.default_rng(0).standard_normal((self.rows, self.bench.experts), np.float32)
-        np.put_along_axis(scores, ids, 8 + np.take_along_axis(scores, ids, 1), 1)
-        return self.bench.array_of(scores)
 
     def room(self, tile: int) -> Any:
         """Sorted pairs in tiles of so many rows."""
@@ -192,14 +182,10 @@ class Step:
             found = {"router": bench.few.norm_linear(*given)}
         else:
             found = {"router": linears.linear(self.x, router, self.scores)}
-        routed = self.routed._replace(expert_ids=ids)
-        if self.rows < bench.choose_from:
-            routed = Routed(choice=Choice(routing, self.given[number]))
-        else:
-            found["choose"] = kernels.choose(Choice(routing, self.scores), self.routed)
-        addition = Addition(routed, self.residual, self.output)
+        found["choose"] = kernels.choose(Choice(routing, self.scores), self.routed)
+        addition = Addition(self.routed._replace(expert_ids=ids), self.residual, self.output)
         if self.sorted is None:
-            found["gate_up"] = kernels.gate_up(self.x, routed, layer.gate_up, Activation(), self.inner)
+            found["gate_up"] = kernels.gate_up(self.x, ids, layer.gate_up, Activation(), self.inner)
             found["down and add"] = kernels.down_add(self.inner, layer.down, self.products, addition, self.counters)
         else:
             found["sort"] = kernels.sort(ids, bench.experts, self.sorted)
@@ -253,7 +239,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 512, 4000])
     parser.add_argument("--format", nargs="+", type=one_of(*FORMATS), default=["int4"])
     parser.add_argument("--choices", nargs="+", choices=("even", "skewed"), default=["even", "skewed"])
-    parser.add_argument("--choose-from", type=int, default=MAX_CHOOSING_ROWS + 1, metavar="ROWS")
     parser.add_argument("--sort-from", type=int, default=MAX_TILED_ROWS + 1, metavar="ROWS")
     parser.add_argument("--tilings", action="store_true")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")

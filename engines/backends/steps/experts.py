@@ -1,9 +1,8 @@
 """Mixtures of experts by kernels: `Experts` as the steps that kernels run, and these.
 
-A router is a linear layer, whose norm it leaves for the experts; a row's experts are then chosen on the device: for few
-rows by each block that multiplies, else by a launch of its own, which leaves ids and shares. Their layers are two
-products of all pairs of rows and experts; and what these give is added in the order of ids. An expert that every row
-goes through is two linear layers more, like those of any MLP.
+A router is a linear layer, whose norm it leaves for the experts; a row's experts are then chosen on the device, where
+their ids stay; their layers are two products of all pairs of rows and experts; and what these give is added in the
+order of ids. An expert that every row goes through is two linear layers more, like those of any MLP.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ from edgellm.engines.model.steps import (
     Reduce,
     SideBySide,
     Step,
-    rows_like,
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.experts.contract import (
-    MAX_CHOOSING_ROWS,
     MAX_PAIRS,
     Addition,
     Choice,
@@ -72,11 +69,6 @@ class ChooseExperts(Step):
     own: tuple[int, int] | None = None
     called: ClassVar[str] = "the choice of experts for {0.output}"
 
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        """All that it writes."""
-        return self.output, self.shares, *(() if self.gate is None else (self.shared_shares,))
-
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = kinds[self.scores][0][:-1]
         found: Edge = {self.output: ((*rows, self.mixture.chosen), "int32")}
@@ -86,20 +78,13 @@ class ChooseExperts(Step):
 
 @dataclass(frozen=True)
 class _OfExperts(Step):
-    """A layer of all experts, of which each row goes through those of its `choice`: a step before made it or, where it
-    `chooses`, this one makes it."""
+    """A layer of all experts, which the `ids` of a row choose."""
 
     value: str = field(metadata=READS)
-    choice: ChooseExperts = field()
+    ids: str = field(metadata=READS)
     linear: Linear = field()
     mixture: Mixture
-    chooses: bool
     called: ClassVar[str] = "the experts' layer {0.linear.name}"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The value, what is added, and what chooses or was chosen."""
-        return *super().reads, *(self.choice.reads if self.chooses else self.choice.leaves)
 
     @property
     def multiplies(self) -> None:
@@ -117,23 +102,20 @@ class _OfExperts(Step):
 class GateUpExperts(_OfExperts):
     """output = what each of a row's experts makes of its gates and ups of the row, beside each other."""
 
-    @property
-    def weights(self) -> Iterator[WeightSpec]:
-        """Those of the layer, and of the choice, which downs make again."""
-        yield from (*super().weights, *(self.choice.weights if self.chooses else ()))
-
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (rows_like(kinds, self.value, self.mixture.chosen * self.mixture.size), "compute")}
+        return {self.output: ((*kinds[self.ids][0][:-1], self.mixture.chosen * self.mixture.size), "compute")}
 
 
 @dataclass(frozen=True)
 class DownExperts(_OfExperts):
     """output = residual, if there is one, + scale * (the products of each of a row's experts and its own part of the
-    `value`, times the row's shares, added in order, then what the `shared` one gives, times its share, if it has a
-    gate)."""
+    `value`, times the row's `shares`, added in order, then what the `shared` one gives, times `shared_shares`, if it
+    has a gate)."""
 
+    shares: str = field(metadata=READS)
     residual: str | None = field(default=None, metadata=READS)
     shared: str | None = field(default=None, metadata=READS)
+    shared_shares: str | None = field(default=None, metadata=READS)
     scale: float = 1.0
     keep: Keep | None = None
 
@@ -143,7 +125,7 @@ class DownExperts(_OfExperts):
         return f"{self.output}_products"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        rows = rows_like(kinds, self.value, self.matrix[0])
+        rows = (*kinds[self.ids][0][:-1], self.matrix[0])
         kept: Edge = {} if self.keep is None else {self.keep.target: (rows, "compute")}
         return kept | {self.output: (rows, residual)}
 
@@ -170,29 +152,28 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
     choice = ChooseExperts(ids, shares, shared_shares, scores, given, mixture, step.correction, gate, step.own)
     if step.own is not None:
         mixture = replace(mixture, experts=step.own[1] - step.own[0])
-    chooses = step_rows(step, program) <= MAX_CHOOSING_ROWS
-    yield from (scored,) if chooses else (scored, choice)
+    yield from (scored, choice)
     if step.shared:
         activation = "silu" if mixture.gated else "relu_squared"
         yield NormLinear(shared_inner, (Input(given),), step.shared[0], activation, mixture.gated)
     if step.latent:
-        yield from _latent_steps(replace(step, mixture=mixture), choice, chooses, inner, shared_inner)
+        yield from _latent_steps(replace(step, mixture=mixture), given, ids, shares, inner, shared_inner)
         return
     if step.shared:
         yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
-    yield GateUpExperts(inner, given, choice, step.gate_up, mixture, chooses)
-    beside = step.residual, shared_output if step.shared else None, step.scale, step.keep
-    yield DownExperts(step.output, inner, choice, step.down, mixture, chooses, *beside)
+    yield GateUpExperts(inner, given, ids, step.gate_up, mixture)
+    beside = shared_output if step.shared else None, None if gate is None else shared_shares, step.scale, step.keep
+    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, *beside)
 
 
-def _latent_steps(step: Experts, choice: ChooseExperts, chooses: bool, inner: str, shared_inner: str) -> Iterator[Step]:
+def _latent_steps(step: Experts, given: str, ids: str, shares: str, inner: str, shared_inner: str) -> Iterator[Step]:
     """What follows the choice where experts have a width of their own: their sum is added behind the layer that leads
     back from it; what the expert of all tokens gives was added before."""
     sums, into, total, back = (f"{step.output}_latent_{name}" for name in ("sums", "input", "total", "back"))
-    yield NormLinear(sums, (Input(choice.given),), step.latent[0])
+    yield NormLinear(sums, (Input(given),), step.latent[0])
     yield SideBySide(into, (sums,))  # in the compute dtype
-    yield GateUpExperts(inner, into, choice, step.gate_up, step.mixture, chooses)
-    yield DownExperts(total, inner, choice, step.down, step.mixture, chooses)
+    yield GateUpExperts(inner, into, ids, step.gate_up, step.mixture)
+    yield DownExperts(total, inner, ids, step.down, step.mixture, shares)
     yield LinearResidual(step.output, shared_inner, step.shared[1], step.residual, step.scale, step.keep)
     yield NormLinear(back, (Input(total),), step.latent[1])
     yield Add(step.output, step.output, back)
@@ -207,10 +188,11 @@ class ChooseByRow(Implementation[ChooseExperts]):
         return experts_refusal(step.mixture.experts, step.mixture.chosen)
 
     def scratch(self, step: ChooseExperts, program: Program) -> Edge:
-        return {name: program.kinds[name] for name in step.leaves}
+        names = step.output, step.shares, step.shared_shares
+        return {name: program.kinds[name] for name in names[: 2 + (step.gate is not None)]}
 
     def launches(self, step: ChooseExperts, run: Launching, next_early: bool) -> list[Any]:
-        return [run.kernels.experts.choose(_choice_of(step, run), _left(step, run))]
+        return [run.kernels.experts.choose(*_chosen(step, run))]
 
 
 class _Pairs(Implementation[Any]):
@@ -222,8 +204,7 @@ class _Pairs(Implementation[Any]):
     def refusal(self, step: GateUpExperts | DownExperts, program: Program, limit: int) -> str | None:
         layout, rows = program.packed.get(step.linear.weight.name), step_rows(step, program)
         gated = isinstance(step, GateUpExperts) and step.mixture.activation.kind == "gated"
-        refused = ChooseByRow().refusal(step.choice, program, limit) or _layout_refusal(layout)
-        refused = refused or matrix_refusal(*step.matrix, gated, _one(layout))
+        refused = _layout_refusal(layout) or matrix_refusal(*step.matrix, gated, _one(layout))
         if refused is None and rows * step.mixture.chosen > MAX_PAIRS:
             refused = f"pairs of rows and experts are up to {MAX_PAIRS}, not {rows * step.mixture.chosen}"
         gpu, active = Capacity(shared_limit=limit), min(rows * step.mixture.chosen, step.mixture.experts)
@@ -239,8 +220,8 @@ class GateUpPairs(_Pairs):
         return {step.output: program.kinds[step.output]}
 
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
-        given, output, weights = run.array(step.value), run.array(step.output), weights_of(step, run)
-        return [run.kernels.experts.gate_up(given, _routed(step, run), weights, step.mixture.activation, output)]
+        given, ids, output = map(run.array, (step.value, step.ids, step.output))
+        return [run.kernels.experts.gate_up(given, ids, weights_of(step, run), step.mixture.activation, output)]
 
 
 class DownPairs(_Pairs):
@@ -279,23 +260,20 @@ def weights_of(step: GateUpExperts | DownExperts, run: Launching) -> ExpertWeigh
 def addition_of(step: DownExperts, run: Launching) -> Addition:
     """What the products of a row's experts are added to."""
     residual, shared = (None if name is None else run.array(name) for name in (step.residual, step.shared))
-    return Addition(_routed(step, run), residual, run.array(step.output), step.scale, shared)
+    routed = _routed(run, step.ids, step.shares, step.shared_shares)
+    return Addition(routed, residual, run.array(step.output), step.scale, shared)
 
 
-def _routed(step: GateUpExperts | DownExperts, run: Launching) -> Routed:
-    return Routed(choice=_choice_of(step.choice, run)) if step.chooses else _left(step.choice, run)
-
-
-def _choice_of(step: ChooseExperts, run: Launching) -> Choice:
+def _chosen(step: ChooseExperts, run: Launching) -> tuple[Choice, Routed]:
     array = run.array
     correction = None if step.correction is None else array(step.correction.name)
     shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))
-    return Choice(step.mixture.routing, array(step.scores), correction, shared, step.own)
+    routed = _routed(run, step.output, step.shares, None if step.gate is None else step.shared_shares)
+    return Choice(step.mixture.routing, array(step.scores), correction, shared, step.own), routed
 
 
-def _left(step: ChooseExperts, run: Launching) -> Routed:
-    ids, shares, *shared_shares = map(run.array, step.leaves)
-    return Routed(ids, shares, shared_shares[0] if shared_shares else None)
+def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:
+    return Routed(run.array(ids), run.array(shares), None if shared_shares is None else run.array(shared_shares))
 
 
 def _one(layout: PackedLayout | None) -> DeviceLayout | None:

@@ -62,7 +62,7 @@ class GateUpSorted(_Sorted, GateUpPairs):
         return super().scratch(step, program) | {_words_of(step): words}
 
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
-        given, ids, output = map(run.array, (step.value, step.choice.output, step.output))
+        given, ids, output = map(run.array, (step.value, step.ids, step.output))
         kernels, pairs = run.kernels.experts, self._pairs(step, run)
         product = kernels.sorted_gate_up(given, pairs, weights_of(step, run), step.mixture.activation, output)
         return [kernels.sort(ids, step.mixture.experts, pairs), product]
@@ -79,4 +79,4 @@ class DownSorted(_Sorted, DownPairs):
 
 def _words_of(step: _OfExperts) -> str:
     """Where the sorted pairs are, of both layers of a mixture."""
-    return f"{step.choice.output}_sorted"
+    return f"{step.ids}_sorted"

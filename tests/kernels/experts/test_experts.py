@@ -21,7 +21,6 @@ from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.experts import launcher, twin
 from edgellm.kernels.experts.contract import (
-    MAX_CHOOSING_ROWS,
     Activation,
     Addition,
     Choice,
@@ -98,7 +97,7 @@ def test_the_sum_is_that_of_the_numpy_backend(name: str, packed: bool) -> None:
     choice = Choice(mixture.routing, scores, None, (x, gate))
     for launch in (
         kernels.choose(choice, routed),
-        kernels.gate_up(x, routed, own[0], mixture.activation, inner),
+        kernels.gate_up(x, routed.expert_ids, own[0], mixture.activation, inner),
         kernels.down(inner, routed.expert_ids, own[1], outputs),
         kernels.add(outputs, Addition(routed, residual, total, 0.5, shared)),
     ):
@@ -106,9 +105,7 @@ def test_the_sum_is_that_of_the_numpy_backend(name: str, packed: bool) -> None:
     share = 1 / (1 + np.exp(-(x @ gate.T)))
     np.testing.assert_allclose(total, residual + 0.5 * (expected + share * shared), rtol=2e-5, atol=2e-5)
     again, counters = np.zeros_like(total), np.zeros((rows, 4), np.uint32)
-    chosen = Routed(choice=choice)  # by whoever multiplies: the same
-    kernels.gate_up(x, chosen, own[0], mixture.activation, inner)()
-    kernels.down_add(inner, own[1], outputs, Addition(chosen, residual, again, 0.5, shared), counters)()
+    kernels.down_add(inner, own[1], outputs, Addition(routed, residual, again, 0.5, shared), counters)()
     np.testing.assert_array_equal(again, total)
     whole = routed._replace(shared_weights=None)  # without a gate all of what it gives is added
     kernels.add(outputs, Addition(whole, residual, total, 0.5, shared))()
@@ -127,7 +124,7 @@ def test_what_kernels_do_not_take_is_refused_by_name() -> None:
     x, ids = np.zeros((9000, 8), np.float32), np.zeros((9000, 8), np.int32)
     weights = ExpertWeights(LinearWeights(np.zeros((16, 8), np.float32)), 1)
     with pytest.raises(KernelError, match="72000 products; expected 1 to 65535"):
-        kernels.gate_up(x, Routed(ids), weights, Activation(), np.zeros((9000, 64), np.float32))()
+        kernels.gate_up(x, ids, weights, Activation(), np.zeros((9000, 64), np.float32))()
 
 
 def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> AbsentModule:
@@ -143,15 +140,12 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
     sums, counters = array(rows, 8 * 2048, kind="float32"), array(rows, 256, kind="uint32")
     total, x = array(rows, 2048, kind="float32"), array(rows, 2048)
     choice = Choice(Routing(128, 8), array(rows, 128, kind="float32"), None, (x, array(1, 2048)))
-    if rows <= MAX_CHOOSING_ROWS:
-        routed = Routed(choice=choice)
-    else:
-        kernels.choose(choice, routed)
-        kernels.add(sums, Addition(routed, x, total))
+    kernels.choose(choice, routed)
+    kernels.add(sums, Addition(routed, x, total))
     for kind in kinds:
         both = absent_experts(kind, dtype, 16)
         for how in ACTIVATIONS:
-            kernels.gate_up(x, routed, both[0], how, array(rows, 8 * 1536 // how.sums))
+            kernels.gate_up(x, routed.expert_ids, both[0], how, array(rows, 8 * 1536 // how.sums))
         kernels.down_add(array(rows, 8 * 768), both[1], sums, Addition(routed, x, total), counters)
     return module
 
@@ -177,7 +171,7 @@ def test_blocks_of_packed_experts_have_room_at_once(
     experts = ExpertWeights(LinearWeights(PackedMatrix(layout, array(*layout.shape, kind="uint8"))), 128)
     ids = array(rows, 8, kind="int32")
     if gated:
-        kernels.gate_up(array(rows, 2048), Routed(ids), experts, Activation(), array(rows, 8 * 768))
+        kernels.gate_up(array(rows, 2048), ids, experts, Activation(), array(rows, 8 * 768))
     else:
         kernels.down(array(rows, 8 * 768), ids, experts, array(rows, 8 * 2048, kind="float32"))
     ((expression, blocks, pairs),) = found
@@ -206,6 +200,6 @@ def test_modules_compile_within_the_shared_memory_of_each_device(
     except MissingDependencyError as missing:
         pytest.skip(str(missing))
     sources = asked(architecture, dtype, kinds, rows).sources
-    assert len(sources) == 2 * (rows > MAX_CHOOSING_ROWS) + 4 * len(kinds)
+    assert len(sources) == 2 + 4 * len(kinds)
     for source in sources:
         assert compile_module(source, architecture).code.startswith(b"\x7fELF")

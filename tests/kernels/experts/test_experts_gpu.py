@@ -17,15 +17,7 @@ from packed_weights import GGUF_FORMATS
 
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.experts.contract import (
-    MAX_CHOOSING_ROWS,
-    Activation,
-    Addition,
-    Choice,
-    ExpertWeights,
-    Routed,
-    Routing,
-)
+from edgellm.kernels.experts.contract import Activation, Addition, Choice, ExpertWeights, Routed, Routing
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
 from edgellm.kernels.experts.twin import NumpyExperts, activated
 from edgellm.kernels.quantization.packed_weight import PackedWeight
@@ -137,7 +129,7 @@ def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, siz
     on_device, given = device_copy(gpu, to_bits(x, dtype)), device_copy(gpu, ids)
     layer, values, bias = layers_of(gpu, kind, 2 * size, hidden, dtype)
     inner = gpu.empty((rows, CHOSEN * size), dtype)
-    kernels.gate_up(on_device, Routed(given), layer, Activation(), inner)()
+    kernels.gate_up(on_device, given, layer, Activation(), inner)()
     pairs = np.repeat(x[:, None], CHOSEN, axis=1)
     expected = of_dense_layers(gpu, dtype, "gated", values, bias, pairs, ids)
     np.testing.assert_array_equal(gpu.download(inner).reshape(expected.shape), expected)
@@ -145,7 +137,7 @@ def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, siz
     sums = of_dense_layers(gpu, dtype, "sums", values, bias, pairs, ids)
     for how in ACTIVATIONS[1:]:
         inner = gpu.empty((rows, CHOSEN * 2 * size // how.sums), dtype)
-        kernels.gate_up(on_device, Routed(given), layer, how, inner)()
+        kernels.gate_up(on_device, given, layer, how, inner)()
         found = from_bits(gpu.download(inner), dtype).reshape(rows, CHOSEN, -1)
         assert relative(found, activated(sums, how)) < (5e-4 if dtype == "float16" else 4e-3)
 
@@ -174,7 +166,7 @@ def test_a_row_has_the_same_bits_among_any_others(gpu, kind: str) -> None:
         own = Routed(*(device_copy(gpu, each[rows].copy()) for each in (ids, weights, shares)))
         inner, outputs = gpu.empty((count, CHOSEN * size), "float16"), gpu.empty((count, CHOSEN * hidden), "float32")
         given = device_copy(gpu, to_bits(x[rows], "float16"))
-        kernels.gate_up(given, own, layers[0], Activation(), inner)()
+        kernels.gate_up(given, own.expert_ids, layers[0], Activation(), inner)()
         kernels.down(inner, own.expert_ids, layers[1], outputs)()
         total, before = gpu.empty((count, hidden), "float32"), device_copy(gpu, residual[rows].copy())
         ends = 0.25, device_copy(gpu, shared[rows].copy())
@@ -223,7 +215,7 @@ def test_a_rank_multiplies_and_adds_its_own_experts_alone(gpu, kind: str, rows: 
             layers.append(on_gpu(gpu, cut, None, end - begin, "float16"))
         inner, outputs = gpu.empty((rows, CHOSEN * size), "float16"), gpu.empty((rows, CHOSEN * hidden), "float32")
         gpu.upload(outputs, np.full(outputs.shape, np.nan, np.float32))
-        kernels.gate_up(x, routed, layers[0], Activation(), inner)()
+        kernels.gate_up(x, routed.expert_ids, layers[0], Activation(), inner)()
         kernels.down(inner, routed.expert_ids, layers[1], outputs)()
         total = gpu.empty((rows, hidden), "float32")
         kernels.add(outputs, Addition(routed, None, total, 0.5))()
@@ -232,13 +224,11 @@ def test_a_rank_multiplies_and_adds_its_own_experts_alone(gpu, kind: str, rows: 
         NumpyExperts().add(products, Addition(on_host, None, expected, 0.5))()
         np.testing.assert_allclose(added, expected, rtol=2e-5, atol=2e-5)
         found.append(products.reshape(rows, CHOSEN, hidden))
-        if rows <= MAX_TILED_ROWS:  # the same in one launch, twice, and where blocks choose
+        if rows <= MAX_TILED_ROWS:  # the same in one launch, twice
             counters, sums = gpu.zeros((rows, counter_words(hidden)), "uint32"), gpu.empty(outputs.shape, "float32")
-            choosing = [Routed(choice=Choice(routing, scores, own=(begin, end)))] * (rows <= MAX_CHOOSING_ROWS)
-            for each in (routed, routed, *choosing):
+            for _ in range(2):
                 gpu.upload(total, np.full(total.shape, np.nan, np.float32))
-                kernels.gate_up(x, each, layers[0], Activation(), inner)()
-                kernels.down_add(inner, layers[1], sums, Addition(each, None, total, 0.5), counters)()
+                kernels.down_add(inner, layers[1], sums, Addition(routed, None, total, 0.5), counters)()
                 np.testing.assert_array_equal(gpu.download(total), added)
                 assert not gpu.download(counters).any()
     np.testing.assert_array_equal(found[1][is_own], found[0][is_own])
@@ -248,7 +238,7 @@ def test_a_rank_multiplies_and_adds_its_own_experts_alone(gpu, kind: str, rows: 
 @pytest.mark.parametrize(
     ("kind", "name"), [*(("dense", name) for name in ROUTINGS), *(("int4", name) for name in ("qwen3", "lfm2", "odd"))]
 )
-def test_rows_choose_alike_in_blocks_and_in_a_launch(gpu, kind: str, name: str) -> None:
+def test_rows_have_the_same_bits_alone_and_among_others(gpu, kind: str, name: str) -> None:
     """Any number of rows to 64, each with the bits that it has among all: ties, NaN in one row alone, a correction, and
     a shared expert with a gate."""
     own, (hidden, size), most, dtype = ROUTINGS[name], (256, 128) if kind == "int4" else (64, 32), 64, "float16"
@@ -263,13 +253,12 @@ def test_rows_choose_alike_in_blocks_and_in_a_launch(gpu, kind: str, name: str) 
     gate = device_copy(gpu, to_bits(random.standard_normal((1, hidden), np.float32) / 16, dtype))
     added = device_copy(gpu, correction)
 
-    def computed(rows: slice, in_blocks: bool) -> list[np.ndarray]:
+    def computed(rows: slice) -> list[np.ndarray]:
         count = len(x[rows])
         given = device_copy(gpu, to_bits(x[rows].copy(), dtype))
         choice = Choice(own, device_copy(gpu, scores[rows].copy()), added, (given, gate))
-        routed = Routed(choice=choice) if in_blocks else routed_on(gpu, count, own.chosen, True)
-        if not in_blocks:
-            kernels.choose(choice, routed)()
+        routed = routed_on(gpu, count, own.chosen, True)
+        kernels.choose(choice, routed)()
         inner, products = (
             gpu.empty((count, own.chosen * size), dtype),
             gpu.empty((count, own.chosen * hidden), "float32"),
@@ -277,24 +266,23 @@ def test_rows_choose_alike_in_blocks_and_in_a_launch(gpu, kind: str, name: str) 
         total, beside = gpu.empty((count, hidden), "float32"), device_copy(gpu, shared[rows].copy())
         addition = Addition(routed, device_copy(gpu, residual[rows].copy()), total, 0.5, beside)
         counters = gpu.zeros((count, counter_words(hidden)), "uint32")
-        kernels.gate_up(given, routed, layers[0], Activation(), inner)()
+        kernels.gate_up(given, routed.expert_ids, layers[0], Activation(), inner)()
         kernels.down_add(inner, layers[1], products, addition, counters)()
         assert not gpu.download(counters).any()
         return [gpu.download(inner), gpu.download(total)]
 
-    expected = computed(slice(0, most), False)
+    expected = computed(slice(0, most))
     assert np.isnan(expected[1]).any(axis=1).nonzero()[0].tolist() == [3]
     for first, count in ((0, 1), (3, 1), (1, 2), (2, 4), (7, 8), (15, 16)):
         rows = slice(first, first + count)
-        for in_blocks in {False, count <= MAX_CHOOSING_ROWS}:
-            for values, whole in zip(computed(rows, in_blocks), expected, strict=True):
-                np.testing.assert_array_equal(values, whole[rows])
+        for values, whole in zip(computed(rows), expected, strict=True):
+            np.testing.assert_array_equal(values, whole[rows])
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_blocks_of_overlapping_launches_choose_by_what_the_router_just_gave(gpu, rows: int) -> None:
-    """A captured step of router, gates and ups, and downs, behind one of other rows: with the bits of launches that
-    wait for each other, of which one chooses."""
+def test_overlapping_launches_multiply_by_what_was_just_chosen(gpu, rows: int) -> None:
+    """A captured step of router, choice, gates and ups, and downs, behind one of other rows: with the bits of launches
+    that wait for each other."""
     own, hidden, size, dtype = ROUTINGS["qwen3"], 512, 256, "float16"
     kernels, dense = CudaExperts(gpu.kernel_module, dtype), CudaDecodeKernels(gpu.kernel_module, dtype, 64)
     layers = [
@@ -310,16 +298,17 @@ def test_blocks_of_overlapping_launches_choose_by_what_the_router_just_gave(gpu,
     kept, scores = gpu.empty((rows, hidden), dtype), gpu.empty((rows, own.experts), "float32")
     inner, products = gpu.empty((rows, own.chosen * size), dtype), gpu.empty((rows, own.chosen * hidden), "float32")
     total, counters = gpu.empty((rows, hidden), "float32"), gpu.zeros((rows, counter_words(hidden)), "uint32")
-    choice, left = Choice(own, scores, None, (kept, gate)), routed_on(gpu, rows, own.chosen, True)
+    choice, routed = Choice(own, scores, None, (kept, gate)), routed_on(gpu, rows, own.chosen, True)
 
-    def launches(routed: Routed) -> list[Any]:
-        found = [dense.norm_linear([NormedInput(x, weight, 1e-5)], LinearWeights(router), scores, 1.0, Kept(kept))]
-        found += [] if routed.choice else [kernels.choose(choice, routed)]
-        found.append(kernels.gate_up(kept, routed, layers[0], Activation(), inner))
-        addition = Addition(routed, x, total, 1.0, shared)
-        return [*found, kernels.down_add(inner, layers[1], products, addition, counters)]
+    def launches() -> list[Any]:
+        return [
+            dense.norm_linear([NormedInput(x, weight, 1e-5)], LinearWeights(router), scores, 1.0, Kept(kept)),
+            kernels.choose(choice, routed),
+            kernels.gate_up(kept, routed.expert_ids, layers[0], Activation(), inner),
+            kernels.down_add(inner, layers[1], products, Addition(routed, x, total, 1.0, shared), counters),
+        ]
 
-    apart, together = launches(left), launches(Routed(choice=choice))
+    apart, together = launches(), launches()
     for launch in together:
         launch.overlap_previous()
         launch()
@@ -340,7 +329,7 @@ def test_a_captured_step_serves_any_choice(gpu) -> None:
     layer = layers_of(gpu, "int4", 2 * size, hidden, "float16")[0]
     x = device_copy(gpu, to_bits(np.random.default_rng(7).standard_normal((rows, hidden), np.float32), "float16"))
     given, captured = device_copy(gpu, random_ids(EXPERTS, CHOSEN, rows)), gpu.empty((rows, CHOSEN * size), "float16")
-    launch = kernels.gate_up(x, Routed(given), layer, Activation(), captured)
+    launch = kernels.gate_up(x, given, layer, Activation(), captured)
     launch()
     graph = gpu.capture(launch, "experts")
     assert graph is not launch, "the step was not captured"
@@ -351,6 +340,6 @@ def test_a_captured_step_serves_any_choice(gpu) -> None:
         graph()
         found.append(gpu.download(captured))
         again, there = gpu.empty((rows, CHOSEN * size), "float16"), device_copy(gpu, ids)
-        kernels.gate_up(x, Routed(there), layer, Activation(), again)()
+        kernels.gate_up(x, there, layer, Activation(), again)()
         np.testing.assert_array_equal(found[-1], gpu.download(again))
     assert (found[0] != found[1]).any()

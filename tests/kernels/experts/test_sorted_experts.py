@@ -19,7 +19,6 @@ from edgellm.kernels.experts.contract import (
     TILES,
     Activation,
     ExpertWeights,
-    Routed,
     SortedPairs,
     most_tiles,
     rows_of_tiles,
@@ -98,7 +97,7 @@ def test_products_are_those_of_each_pair(kind: str, how: Activation) -> None:
         layers.append(ExpertWeights(LinearWeights(weight, random.standard_normal((experts, out), np.float32)), experts))
     x, few, many = random.standard_normal((rows, hidden), np.float32), NumpyExperts(), NumpyExperts()
     inner, outputs = np.zeros((2, rows, count * size), np.float32), np.zeros((2, rows, count * hidden), np.float32)
-    few.gate_up(x, Routed(ids), layers[0], how, inner[0])()
+    few.gate_up(x, ids, layers[0], how, inner[0])()
     few.down(inner[0], ids, layers[1], outputs[0])()
     own = room(ids.size, experts, 16)
     many.sort(ids, experts, own)()

@@ -18,7 +18,6 @@ from edgellm.kernels.experts.contract import (
     TILES,
     Activation,
     ExpertWeights,
-    Routed,
     SortedPairs,
     rows_of_tiles,
     sorted_pairs,
@@ -143,7 +142,7 @@ def test_pairs_have_the_bits_of_few_rows_and_of_dense_prompts(
     expected = {}
     for how in ACTIVATIONS:
         inner = unwritten(gpu, rows, chosen * 2 * size // how.sums, dtype)
-        few.gate_up(x_there, Routed(given), first[0], how, inner)()
+        few.gate_up(x_there, given, first[0], how, inner)()
         expected[how] = gpu.download(inner)
     outputs = unwritten(gpu, rows, chosen * hidden, "float32")
     few.down(y_there, given, second[0], outputs)()
@@ -212,5 +211,5 @@ def test_a_captured_prompt_serves_any_choice(gpu) -> None:
         gpu.upload(given, ids)
         graph()
         found, again = gpu.download(inner), unwritten(gpu, rows, chosen * size, "float16")
-        CudaExperts(gpu.kernel_module, "float16").gate_up(x, Routed(given), layer, Activation(), again)()
+        CudaExperts(gpu.kernel_module, "float16").gate_up(x, given, layer, Activation(), again)()
         np.testing.assert_array_equal(found, gpu.download(again))
