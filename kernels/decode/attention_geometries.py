@@ -193,15 +193,12 @@ def attention_geometry(shape: AttentionShape, gpu: KernelModule) -> AttentionGeo
 
 
 def _measured(shape: AttentionShape, multiprocessors: int, limit: int, has_clusters: bool) -> AttentionGeometry | None:
-    """What was measured for one row, on a GPU with clusters that has all its blocks at once."""
-    if not has_clusters or shape.batch * shape.tokens > 1:
+    """What was measured for one row over rows of 8 bits, on a GPU with clusters that has all its blocks at once."""
+    if not (has_clusters and shape.int8 and shape.batch * shape.tokens == 1 and shape.size in _ONE_ROW):
         return None
-    for most_spans, *values in _ONE_ROW.get(shape.size, ()):
-        geometry = AttentionGeometry(*values)
-        if shape.spans <= most_spans:
-            fits = geometry.fits(shape, limit) and geometry.splits * shape.kv_heads <= multiprocessors
-            return geometry if fits else None
-    return None
+    geometry = AttentionGeometry(*_ONE_ROW[shape.size])
+    fits = geometry.fits(shape, limit) and geometry.splits * shape.kv_heads <= multiprocessors
+    return geometry if fits and not shape.has_unfinished else None
 
 
 @cache

@@ -21,7 +21,7 @@ from PIL import Image
 from edgellm.opened_model import SHIPPED_MODEL
 from tools.docs.browser import Page
 
-COLOURS = 160
+COLOURS = 32
 _SCHEMA = """{
   "type": "object",
   "properties": {
@@ -70,11 +70,6 @@ def pictures(url: str) -> dict[str, bytes]:
         page.wait_for("document.getElementById('queue-more').innerText === '0 running'")
         page.evaluate("document.getElementById('schema').scrollTop = 0")
         found["page.png"] = page.screenshot()
-        page.click("#settings-close")
-        page.resize(380, 760)
-        page.prefer("dark")
-        page.evaluate("document.getElementById('conversation').scrollTop = 1e6; document.activeElement.blur()")
-        found["page_small.png"] = page.screenshot()
     return found
 
 

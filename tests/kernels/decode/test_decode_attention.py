@@ -125,20 +125,16 @@ def test_heads_of_up_to_128_are_shared_as_measured(
     assert attention_geometry(AttentionShape(1, tokens, *sizes, kv_rows), device(name)) == expected
 
 
-def test_one_row_of_heads_of_128_is_shared_as_measured_where_its_blocks_fit() -> None:
+def test_one_row_over_rows_of_8_bits_is_shared_as_measured_where_its_blocks_fit() -> None:
     """Else by estimate, which gives a tile to one warp."""
-    short, long = AttentionShape(1, 1, 32, 4, 128, 1088), AttentionShape(1, 1, 32, 4, 128, 40_000, True)
-    assert attention_geometry(short, device("h200")) == AttentionGeometry(8, 2, 1, 1, True, 4)
-    assert attention_geometry(long, device("h200")) == AttentionGeometry(8, 2, 1, 2, True, 4)
-    assert attention_geometry(short._replace(kv_heads=2), device("thor")) == AttentionGeometry(8, 2, 1, 1, True, 4)
-    wide = long._replace(int8=False)
-    assert attention_geometry(wide, device("h200")).tile_warps == 4
-    others = [
-        *((short._replace(batch=2), "h200"), (short._replace(tokens=2), "h200"), (short._replace(kv_heads=32), "h200")),
-        *((short, "thor"), (short, "orin"), (wide, "rtx_5090"), (short._replace(size=64), "h200")),
-    ]
-    for shape, name in others:
-        assert attention_geometry(shape, device(name)).tile_warps == 1, (shape, name)
+    shape = AttentionShape(1, 1, 32, 4, 128, 1088, True)
+    assert attention_geometry(shape, device("h200")) == AttentionGeometry(8, 2, 1, 1, True, 4)
+    assert attention_geometry(shape._replace(size=64), device("h200")) == AttentionGeometry(8, 2, 1, 2, True, 4)
+    assert attention_geometry(shape._replace(kv_heads=2), device("thor")) == AttentionGeometry(8, 2, 1, 1, True, 4)
+    on_h200 = {"int8": False, "batch": 2, "tokens": 2, "kv_heads": 32, "size": 80, "kv_rows": 8192}
+    others = [(shape._replace(**{name: value}), "h200") for name, value in on_h200.items()]
+    for other, name in [*others, (shape, "thor"), (shape, "orin")]:
+        assert attention_geometry(other, device(name)).tile_warps == 1, (other, name)
 
 
 def tiles_of_rounds(
