@@ -24,10 +24,14 @@ fi
 rm -rf .head35 .head35-[0-9]* && mkdir -p .head35/prompts .head35/wheels
 cp "$SHARED"/data/prompts/*.jsonl .head35/prompts/
 python3 -m tools.heads.prompts "$SHARED/data" .head35/prompts.jsonl.xz
-python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_34_x86_64 \
-  --platform manylinux_2_31_x86_64 --platform manylinux2014_x86_64 -d .head35/wheels pytools siphash24 mako platformdirs typer \
-  'llguidance>=1.9' 'starlette>=1.0' 'uvicorn>=0.50,<1' anyio annotated-doc 2> >(grep -v '^WARNING' >&2)
+get() {
+  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_17_x86_64 \
+    --platform manylinux_2_27_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_31_x86_64 --platform manylinux_2_34_x86_64 \
+    --platform manylinux2014_x86_64 -d .head35/wheels "$@" 2> >(grep -v '^WARNING' >&2)
+}
+get pytools siphash24 mako platformdirs typer pydantic annotated-types typing-inspection 'llguidance>=1.9' 'starlette>=1.0' 'uvicorn>=0.50,<1' anyio annotated-doc
+core=$(unzip -p .head35/wheels/pydantic-2*.whl '*/METADATA' | sed -n 's/^Requires-Dist: pydantic-core *(\{0,1\}== *\([0-9.]*\).*/\1/p' | head -n 1)
+get "pydantic-core==$core" # the one release that this pydantic works with
 cp "$SHARED"/gpu/wheels/*.whl .head35/wheels/
 tree=$(git ls-files -co --exclude-standard -z | du -cb --files0-from=- 2>/dev/null | tail -n 1 | cut -f 1)
 room=$((61 * 1024 * 1024 - tree)); echo "the checkout has $tree bytes, a load has room for $room"
