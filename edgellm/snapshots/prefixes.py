@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_ID_BYTES = 4
+#: Of a token in a key.
+KEY_BYTES = 4
 
 
 def token_key(token_ids: Sequence[int] | np.ndarray) -> bytes:
@@ -16,7 +17,7 @@ def token_key(token_ids: Sequence[int] | np.ndarray) -> bytes:
 
 def common_tokens(first: bytes, second: bytes) -> int:
     """How many tokens two keys have in common from their beginning."""
-    longest = min(len(first), len(second)) // _ID_BYTES
+    longest = min(len(first), len(second)) // KEY_BYTES
     one, other = (np.frombuffer(key, np.uint32, longest) for key in (first, second))
     differs = one != other
     return int(np.argmax(differs)) if differs.any() else longest

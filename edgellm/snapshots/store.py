@@ -13,7 +13,7 @@ import numpy as np
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.file import read_snapshot, too_large
-from edgellm.snapshots.prefixes import common_tokens, token_key
+from edgellm.snapshots.prefixes import KEY_BYTES, common_tokens, token_key
 from edgellm.snapshots.snapshot import Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import file_identity, same_content, touch
 
@@ -96,16 +96,17 @@ class SnapshotStore:
         a whole is of use. A snapshot with states of recurrent layers is of use only as a whole, and its states are
         those before its last token.
         """
-        prompt = token_key(prompt_ids)
-        shared = {stored: common_tokens(key, prompt) for key, stored in self._known.get(binding, {}).items()}
-        common = max(shared.values(), default=0)
+        prompt, known, common = token_key(prompt_ids), self._known.get(binding, {}), 0
+        for key in sorted(known, key=len, reverse=True):  # the longest leave little for others to share
+            if key.startswith(prompt[: KEY_BYTES * (common + 1)]):
+                common = common_tokens(key, prompt)
         if common == 0:
             return None
-        found = [stored for stored, tokens in shared.items() if tokens == common]
+        found = [stored for key, stored in known.items() if key.startswith(prompt[: KEY_BYTES * common])]
         if cut is not None:
             found = [stored for stored in found if cut(stored.facts.tokens, common)]
         if not found or found[0].has_states:
-            wholes = [stored for stored, tokens in shared.items() if tokens == stored.facts.tokens]
+            wholes = [stored for key, stored in known.items() if prompt.startswith(key)]
             if not wholes:
                 return None
             found = [max(wholes, key=lambda stored: stored.facts.tokens)]
