@@ -54,11 +54,8 @@ _HELP = {"help_option_names": ["--help", "-h"]}
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run one command line; always leaves by SystemExit.
-
-    Exit codes: 0 done, 1 an error that EdgeLLM explains, 2 wrong usage, 75 the GPU is lost, 130 interrupted, 141 nobody
-    reads the output.
-    """
+    """Run one command line; always leaves by SystemExit. Exit codes: 0 done, 1 an error that EdgeLLM explains, 2 wrong
+    usage, 75 the GPU is lost, 130 interrupted, 141 nobody reads the output."""
     _prepare_streams()
     show_logs()
     try:

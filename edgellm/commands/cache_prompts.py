@@ -1,8 +1,5 @@
-"""System prompts and their snapshots on the command line.
-
-`edgellm cache build` is given prompts as an option, in a file, on standard input or in YAML; the other commands name
-snapshots that are on disk, and take the prompt of one.
-"""
+"""System prompts and their snapshots on the command line: as `edgellm cache build` is given them, and as the other
+commands name snapshots on disk, and take the prompt of one."""
 
 from __future__ import annotations
 
@@ -39,11 +36,8 @@ _KEYS = ("name", "prompt", "file", "lora", "output")
 
 @dataclass(frozen=True)
 class CachePrompt:
-    """A system prompt, the name that people see, and the file for its snapshot (None: the folder of snapshots).
-
-    `adapter` is the LoRA adapter that it is for, and `adapter_directory` where that lies, if not in the engine
-    directory.
-    """
+    """A system prompt with its name, the file for its snapshot (None: one in the folder), the LoRA adapter that it is
+    for, and where that lies, if not in the engine directory."""
 
     label: str
     text: str
@@ -71,10 +65,8 @@ def read_cache_prompts(given: Any) -> list[CachePrompt]:
 
 
 def load_cache_prompts(path: Path) -> list[CachePrompt]:
-    """The prompts of a YAML file: a list of `name`, `prompt` or `file`, and perhaps `lora` and `output`.
-
-    Paths are relative to the YAML file. Raises RequestError that names file, entry and key.
-    """
+    """The prompts of a YAML file: a list of `name`, `prompt` or `file`, and perhaps `lora` and `output`. Paths are
+    relative to the YAML file. Raises RequestError that names file, entry and key."""
     path = user_path(path)
     text = read_text(path, SETTINGS_BYTES, RequestError, "--prompts", takes_pipes=True)
     entries = parse_yaml(text, str(path), RequestError)
@@ -122,10 +114,8 @@ def _cache_prompt(
 
 
 def adapter_directories(prompts: Sequence[CachePrompt]) -> dict[str, Path]:
-    """The directories of adapters that do not lie in the engine directory, by name.
-
-    Raises RequestError where a name is given to two of them.
-    """
+    """The directories of adapters that do not lie in the engine directory, by name. Raises RequestError where a name is
+    given to two of them."""
     found: dict[str, Path] = {}
     for prompt in prompts:
         if prompt.adapter is not None and prompt.adapter_directory is not None:
@@ -191,11 +181,8 @@ def read_snapshot_file(path: Path) -> SnapshotOnDisk:
 
 
 def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
-    """The snapshot that a name means; RequestError where that is none or several.
-
-    It is the prompt's name, or what the name of one file in the folder begins with; only what is neither, and is
-    written as a path (with a separator, or with the ending of snapshots), is a file anywhere.
-    """
+    """The snapshot that a name means: the prompt's, or what the name of one file in the folder begins with, or else,
+    where it is written as a path, a file anywhere. RequestError where that is none or several."""
     stored = snapshot_files(folder) if name else []
     found = [item for item in stored if item.label == name]
     found = found or [item for item in stored if item.path.name.startswith(name)]
@@ -223,12 +210,9 @@ def with_cached_prompt(
     template_variables: Mapping[str, Any] | None = None,
 ) -> tuple[Settings, Tools | None, dict[str, Any]]:
     """The settings with the system prompt that their snapshot keeps, and the tools and template variables of it.
-
-    A system prompt that the settings name otherwise must be the same, unless the snapshot was named
-    `before_settings_file`; so must `tools`, where any are given. Given `template_variables` go before the snapshot's:
-    many of them change nothing of a system prompt. Raises RequestError that names both, or SnapshotError for a snapshot
-    that cannot be used.
-    """
+    Another system prompt in the settings must be the same, unless the snapshot was named `before_settings_file`; so
+    must `tools`. Given `template_variables` go before the snapshot's. Raises RequestError that names both, or
+    SnapshotError for a snapshot that cannot be used."""
     tools, given = checked_template_inputs(tools, template_variables)
     variables = given or {}
     assert settings.system_cache

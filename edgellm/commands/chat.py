@@ -59,10 +59,8 @@ class ChatOptions(
 
 @contextmanager
 def observing(asked: ObservingOptions) -> Iterator[Observer | None]:
-    """What is to observe the model, None for nothing; the model must be closed when this ends.
-
-    Raises RequestError where the trace cannot be written, MissingDependencyError where there is no NVTX.
-    """
+    """What is to observe the model, None for nothing; the model must be closed when this ends. Raises RequestError
+    where the trace cannot be written, MissingDependencyError where there is no NVTX."""
     if asked.trace is None and not asked.nvtx:
         yield None
         return

@@ -66,10 +66,8 @@ class ChatState:
         return self.conversation.params or SamplingParams()
 
     def show(self, path: Path, question: str = "The next question") -> None:
-        """Show an image with the next question, which is called `question`.
-
-        RequestError or ImageError where that cannot be.
-        """
+        """Show an image with the next question, which is called `question`. RequestError or ImageError where that
+        cannot be."""
         images.require_vision(self.llm)
         attached_image = images.read_image_file(path)
         self.attached_images.append(attached_image)
@@ -124,10 +122,8 @@ def _command(form: str, purpose: str, completion: Any = None) -> Callable[[_Run]
 
 
 def run_command(state: ChatState, line: str) -> SamplingParams | None:
-    """Carry out a command; raises Leave, or RequestError for one that is unknown or wrong.
-
-    Where the last question is to be answered again, the sampling to do that with is returned.
-    """
+    """Carry out a command; raises Leave, or RequestError for one that is unknown or wrong. Where the last question is
+    to be answered again, the sampling to do that with is returned."""
     name, _, argument = line[1:].strip().partition(" ")
     name, argument = _ALIASES.get(name, name), argument.strip()
     if name not in COMMANDS:

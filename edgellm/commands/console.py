@@ -201,10 +201,9 @@ def progress_display() -> Iterator[ProgressDisplay]:
 
 
 def read_answer(ask: Callable[[], Generation], shows: bool = True) -> Response:
-    """Write the answer that `ask` begins as it grows, then a line for each call of a tool in it, and why one is broken.
-
-    The first Ctrl-C cancels the answer, the next one raises KeyboardInterrupt. With `shows` false nothing is written.
-    """
+    """Write the answer that `ask` begins as it grows, then a line for each call of a tool in it, and why one is
+    broken. The first Ctrl-C cancels the answer, the next one raises KeyboardInterrupt. With `shows` false nothing is
+    written."""
     stream, pressed = None, False
 
     def press(*_: Any) -> None:
@@ -314,11 +313,8 @@ class TextLines(logging.Formatter):
 
 
 class LogHandler(logging.StreamHandler):  # a generic class from Python 3.11 on
-    """Writes log lines to standard error; with `sums_up`, what records of one `stage` of preparing say is one line.
-
-    A record's `stage` is (what goes on, what it does now): on a terminal the line is rewritten, elsewhere it is written
-    once.
-    """
+    """Writes log lines to standard error; with `sums_up`, records that have a `stage` (what goes on, what it does now)
+    are one line for each stage, which a terminal rewrites."""
 
     def __init__(self, formatter: logging.Formatter, sums_up: bool) -> None:
         super().__init__(sys.stderr)

@@ -89,12 +89,9 @@ def draft_in_words(config: dict[str, Any]) -> str:
 def executor_facts(
     models: Mapping[str, Any], limits: EngineLimits, dtype: str, capability: str, packed: Collection[str] = ()
 ) -> list[dict[str, str | None]]:
-    """What runs which shapes on GPUs of a compute capability ("sm_90"): first the kernels, then TensorRT, alone or with
-    kernels for attention, and the `reason` why not kernels, each in an entry of its own; `models` has the configuration
-    by `EngineShape.model`, of which `packed` have packed weights.
-
-    Where one of them runs several steps of one phase, the reason is that of the first.
-    """
+    """What runs which shapes on GPUs of a compute capability ("sm_90"), an entry each: first the kernels, then
+    TensorRT, alone or with kernels for attention, with the `reason` why not kernels (of several steps of a phase, the
+    first's). `models` has the configuration by `EngineShape.model`, of which `packed` have packed weights."""
     # Which most commands do without:
     from edgellm.engines.backends.executors import refusal_on, splits_on
     from edgellm.engines.backends.split_engine import SplitEngine

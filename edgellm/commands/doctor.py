@@ -275,10 +275,8 @@ def _draft(directory: EngineDirectory) -> str:
 
 
 def _drafting_check(directory: EngineDirectory, backend: str) -> dict[str, Any]:
-    """Decode a few tokens with and without the draft; it is a fault if NumPy finds them different.
-
-    In fp16 a tie of the two likeliest tokens may be decided otherwise: that is said, and no failure.
-    """
+    """Decode a few tokens with and without the draft; it is a fault if NumPy finds them different. In fp16 a tie of the
+    two likeliest tokens may be decided otherwise: that is said, and no failure."""
     params = SamplingParams(max_tokens=_DRAFTED_TOKENS, ignore_eos=True)
     answers = []
     for drafting in (None, DraftingConfig.largest(directory.limits)):

@@ -114,11 +114,9 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def with_piped_text(prompt: str) -> str:
-    """A prompt with what is piped in, or read from a file, after it and a blank line; alone where there is nothing.
-
-    A pipe is read to its end, and where nothing comes for a while, that is said. Devices and sockets are left alone: a
-    program that starts this one may keep them open.
-    """
+    """A prompt with what is piped in, or read from a file, after it and a blank line. A pipe is read to its end, and
+    where nothing comes for a while, that is said. Devices and sockets are left alone: a program that starts this one
+    may keep them open."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # none, or no file of the system's, as in a program that calls this

@@ -281,10 +281,8 @@ class ToolOptions(Options, panel="Tools and template"):
     )
 
     def template_inputs(self) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
-        """The tools (None: none) and the template's variables that were given.
-
-        Raises RequestError that names the file and the place in it, and typer.BadParameter for a wrong variable.
-        """
+        """The tools (None: none) and the template's variables that were given. Raises RequestError that names the file
+        and the place in it, and typer.BadParameter for a wrong variable."""
         variables: dict[str, Any] = {} if self.thinking is None else {"enable_thinking": self.thinking}
         try:
             for text in self.template_variable or ():
@@ -383,11 +381,8 @@ def json_or_text(text: str) -> Any:
 
 
 def read_source(file: Path | None, ways: str, hint: str, takes_terminal: bool = False) -> tuple[str, str]:
-    """The text of `--file`, or of standard input where there is none, and where it comes from.
-
-    A terminal is a usage error that tells other `ways` and gives a `hint`, unless `takes_terminal`. RequestError for
-    what is no text.
-    """
+    """The text of `--file`, or of standard input where there is none, and where it comes from. A terminal is a usage
+    error that tells other `ways` and gives a `hint`, unless `takes_terminal`. RequestError for what is no text."""
     if file is not None:
         return read_text_file(file, "--file"), f"the file {file}"
     if not takes_terminal and (sys.stdin is None or sys.stdin.isatty()):

@@ -107,10 +107,8 @@ def default_texts() -> list[Text]:
 
 
 def load_texts(path: Path) -> list[Text]:
-    """Read a file: one plain text, or where it begins with "{" a JSON object a line with "text" or "messages".
-
-    Raises RequestError that names file and line.
-    """
+    """Read a file: one plain text, or where it begins with "{" a JSON object a line with "text" or "messages". Raises
+    RequestError that names file and line."""
     content = read_text(user_path(path), PROMPT_BYTES, RequestError, "the calibration file", takes_pipes=True)
     if not content.strip():
         raise RequestError(f"the calibration file {path} is empty: expected text like that which the model will see")

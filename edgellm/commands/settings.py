@@ -72,10 +72,8 @@ _KEYS = tuple(item.name for item in fields(Settings))
 
 
 def load_settings(path: str | Path | None = None) -> Settings:
-    """The settings of the file `path` or, without one, of the user's own where there is one, over the defaults.
-
-    Raises SettingsError that names file and key.
-    """
+    """The settings of the file `path` or, without one, of the user's own where there is one, over the defaults. Raises
+    SettingsError that names file and key."""
     found = user_folder("XDG_CONFIG_HOME", ".config") / "config.yaml" if path is None else user_path(path)
     if path is None and not found.exists():
         return Settings()

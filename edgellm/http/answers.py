@@ -42,11 +42,8 @@ class Piece:
 
 
 class AnswerReader:
-    """Parts an answer, in pieces as they come, into what the model thinks and what it says.
-
-    Tokens decide, not text: marks are found where they are no text, and what only looks like one is none. Space around
-    the reasoning belongs to neither. Calls of tools come apart from the text already.
-    """
+    """Parts an answer, in pieces as they come, into what the model thinks and what it says, without the space around
+    the reasoning. Tokens decide, not text: what only looks like a mark is none."""
 
     def __init__(
         self,

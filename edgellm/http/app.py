@@ -81,11 +81,9 @@ _COUNTED = (*_ASKED, "/v1/models", "/v1", "/version", "/api/tags", "/api/ps", *_
 
 
 class Service:
-    """A model that is asked over HTTP. It listens while the model is loaded, and answers once that is open.
-
-    Everything but the model's own thread runs in one event loop and a few threads that make requests ready. Nobody
-    waits for a slow reader: what it has not taken of its answer joins until it is read, at most one answer of it.
-    """
+    """A model that is asked over HTTP. It listens while the model is loaded, and answers once that is open, all in one
+    event loop but for the model's thread and those that make requests ready. Nobody waits for a slow reader: what it
+    has not taken of its answer joins until it is read."""
 
     def __init__(
         self,

@@ -23,11 +23,8 @@ _WHOLE_NUMBERS = re.compile(rb"\[[\s\d,]{100,}\]")
 
 
 def check_body(body: bytes, most: int) -> None:
-    """Raise HTTPError for a body of more than `most` bytes of text, or too many values.
-
-    Strings that begin like an image, and those of fields named "data", do not count here, wherever they stand: see
-    `check_images`.
-    """
+    """Raise HTTPError for a body of more than `most` bytes of text, or too many values. Strings that begin like an
+    image, and those of fields named "data", do not count here, wherever they stand: see `check_images`."""
     text = _without_data(body, most)
     if len(text) > most:
         raise _too_large(most)

@@ -88,10 +88,8 @@ class RequestReader(h11.Connection):
 
 
 class WatchedProtocol(H11Protocol):
-    """A connection that is closed where it says nothing, speaks too slowly, or takes nothing of its answer.
-
-    The server calls `check` every now and then; uvicorn itself watches only idle connections between requests.
-    """
+    """A connection that is closed where it says nothing, speaks too slowly, or takes nothing of its answer. The server
+    calls `check` every now and then; uvicorn itself watches only idle connections between requests."""
 
     limits = ConnectionLimits()
     #: How many connections were closed, by why.

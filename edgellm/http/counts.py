@@ -13,10 +13,8 @@ from edgellm.metrics import family
 
 
 class ServerCounts:
-    """Counts since the server began, for the event loop that it runs in.
-
-    `connections` says how many are open, `closed_connections` how many were closed, by why.
-    """
+    """Counts since the server began, for the event loop that it runs in. `connections` says how many are open,
+    `closed_connections` how many were closed, by why."""
 
     def __init__(self) -> None:
         self.connections: Callable[[], int] = lambda: 0

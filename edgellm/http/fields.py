@@ -293,12 +293,9 @@ class Fields:
 
     def with_images(self, messages: Any, name: str = "messages") -> list[Any]:
         """Messages with the bytes of their images in place of data URLs, the system prompt of the server before them
-        where they have none.
-
-        Raises HTTPError for other sources than data URLs (no request reads a file of this machine, nothing is fetched),
-        for too many images and for too large ones, before anything of them is decoded. What else is wrong with messages
-        the engine says.
-        """
+        where they have none. Raises HTTPError for other sources than data URLs (no request reads a file of this
+        machine, nothing is fetched), for too many images and for too large ones, before anything of them is decoded.
+        What else is wrong with messages the engine says."""
         if not isinstance(messages, list):
             raise wrong(name, messages, "a list of messages")
         model, found = self.model, list(messages)

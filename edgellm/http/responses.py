@@ -142,10 +142,7 @@ def _with_text_format(fields: Fields, params: Any, text: Mapping[str, Any]) -> A
 
 def input_messages(given: Any, instructions: str | None, earlier: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """The messages of an `input`: text, or items: messages, reasoning, calls of functions and what these returned.
-    Items of an `earlier` input, and of its answer, stand before them.
-
-    Raises HTTPError for what is none of them.
-    """
+    Items of an `earlier` input, and of its answer, stand before them. Raises HTTPError for what is none of them."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})

@@ -53,12 +53,10 @@ def local_directory(
 ) -> Path:
     """The engine directory of a model: the path that it is or, of a GGUF file and of a name ORG/NAME or
     ORG/NAME:FILE.gguf on the hub, one in the user's cache, which is made where it is not there as the model is now.
-
-    `build` are arguments of the build by name, of `BUILD_OPTIONS`; a directory is of its commit and of these. It takes
-    the LoRA `adapters` in these directories, if there are any. The hub is asked for what is not there, and with
-    `update`. Raises HubError, RequestError for arguments that are wrong or, of a path, given at all, AdapterError, and
-    what a build raises.
-    """
+    `build` are arguments of the build by name, of `BUILD_OPTIONS`, which a directory is of as of its commit; it takes
+    the LoRA `adapters` in these directories. The hub is asked for what is not there, and with `update`. Raises
+    HubError, RequestError for arguments that are wrong or, of a path, given at all, AdapterError, and what a build
+    raises."""
     require(isinstance(revision, (str, type(None))), "revision", revision, "a branch, a tag or a commit, or None")
     require(isinstance(update, bool), "update", update, "True or False")
     options, name = checked_options({} if build is None else build), HubName.of(model, revision)

@@ -137,11 +137,9 @@ def repository_folder(repository: str) -> Path:
 
 
 def fetch(name: HubName, update: bool = False, progress: Progress = lambda stage, done, total: None) -> Download:
-    """The files of a name, downloaded where they are missing, each as its digest says.
-
-    The hub is asked for the commit of a revision once, and again with `update`. Raises HubError, and CheckpointError
-    for an index of weights that is wrong.
-    """
+    """The files of a name, downloaded where they are missing, each as its digest says. The hub is asked for the commit
+    of a revision once, and again with `update`. Raises HubError, and CheckpointError for an index of weights that is
+    wrong."""
     folder = repository_folder(name.repository)
     record = Record.read(folder)
     commit = None if update else record.revisions.get(name.revision)

@@ -161,10 +161,8 @@ def remove_of_files(file: Path | None) -> dict[Path, Removal]:
 def remove(name: HubName, revision: str | None = None) -> Removal:
     """Remove the directories in the cache of a name (of its one file, where it names one) and what was downloaded for
     them: what was in the hub's cache before stays, and what a directory that was built by command links to. Of a
-    `revision`, which may be the beginning of a commit, that alone.
-
-    Raises HubError where there is nothing of it, OSError.
-    """
+    `revision`, which may be the beginning of a commit, that alone. Raises HubError where there is nothing of it,
+    OSError."""
     folder = repository_folder(name.repository)
     record, removal = Record.read(folder), Removal()
     named = ((each, name.file in ("", each.file) or stands_for(name.file, each.gguf)) for each in record.downloads)

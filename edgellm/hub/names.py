@@ -38,11 +38,9 @@ class HubName:
 
     @classmethod
     def of(cls, model: str | Path, revision: str | None = None, folder: Path | None = None) -> HubName | None:
-        """The name that a text is; None for a path.
-
-        What exists is a path, below `folder` (None: the present one) where it is relative. So is what may be one: ORG
-        is a folder there, and no revision is named. Raises HubError as `parse`.
-        """
+        """The name that a text is; None for a path: for what exists, below `folder` (None: the present one) where it is
+        relative, and for what may be one, as ORG is a folder there and no revision is named. Raises HubError as
+        `parse`."""
         path = (folder or Path()) / model
         if os.path.lexists(path):
             return None
@@ -104,12 +102,10 @@ def stands_for(file: str, model: str) -> bool:
 
 
 def chosen_files(name: HubName, sizes: Mapping[str, int], shards: Callable[[], Sequence[str]]) -> list[str]:
-    """Which of a repository's files, whose `sizes` are in bytes, the name stands for: weights in safetensors with what
-    is published beside them, or one model, or a vision encoder that is named, in GGUF. `shards` gives the files that
-    the index of several names.
-
-    Raises HubError where there is no such model, or where there are several to choose from.
-    """
+    """Which of a repository's files, whose `sizes` are in bytes, the name stands for: weights in safetensors with
+    what is published beside them, or one model, or a vision encoder that is named, in GGUF. `shards` gives the files
+    that the index of several names. Raises HubError where there is no such model, or where there are several to
+    choose from."""
     if not name.file and (SINGLE_FILE in sizes or INDEX_FILE in sizes):
         weights = [SINGLE_FILE] if SINGLE_FILE in sizes else [INDEX_FILE, *shards()]
         _require_all(name, weights, sizes)

@@ -44,10 +44,8 @@ class AnswerRules:
         self.constraint.fill_mask(np.empty(mask_words(self.vocab_size), np.uint32))
 
     def structured_from(self, token_ids: Sequence[int]) -> int | None:
-        """Where in the answer's text its structure begins; None where reasoning has not ended.
-
-        `token_ids` are those of the answer; the constraint may have consumed more, of a round that a stop string cut.
-        """
+        """Where in the answer's text its structure begins; None where reasoning has not ended. `token_ids` are those of
+        the answer; the constraint may have consumed more, of a round that a stop string cut."""
         start = 0 if self.after_reasoning is None else self.after_reasoning.answer_start
         if start is None or start > len(token_ids):
             return None

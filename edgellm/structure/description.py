@@ -102,9 +102,7 @@ class Structure:
 
     def parsed(self, text: str) -> Any:
         """What a complete text says: of JSON the value, or an instance of the class that was given; else the text.
-
-        Checks of that class's own may raise. RequestError for a text that is not complete.
-        """
+        Checks of that class's own may raise. RequestError for a text that is not complete."""
         if not self.is_complete(text):
             raise RequestError(f"the text {shown(text)} is not complete: expected {self.name[4:] or 'JSON'} fulfilled")
         if not self.is_json:

@@ -280,10 +280,8 @@ class GrammarVocabulary:
         return cls(LLTokenizer(named, n_vocab=size, eos_token=ends), size, ends, definition)
 
     def constraint_for(self, grammar: str, what: str = "the structure") -> GrammarConstraint:
-        """The rules of a grammar (`Structure.grammar_text`), which errors call `what`.
-
-        Raises RequestError for a grammar that cannot be compiled, or that no answer could begin.
-        """
+        """The rules of a grammar (`Structure.grammar_text`), which errors call `what`. Raises RequestError for a
+        grammar that cannot be compiled, or that no answer could begin."""
         return GrammarConstraint(self.compiled(grammar, what))
 
     def compiled(self, grammar: str, what: str = "the structure") -> Grammar:
@@ -332,11 +330,8 @@ def matcher_error(matcher: LLMatcher) -> str:
 
 
 class _NamesAsText:
-    """A tokenizer as llguidance takes one, in which only `special` tokens are known by their ids alone.
-
-    Forced text is spelled as the model's tokenizer spells it, but for names of special tokens: their text is no such
-    token.
-    """
+    """A tokenizer as llguidance takes one, in which only `special` tokens are known by their ids alone. Forced text is
+    spelled as the model's tokenizer spells it, but for names of special tokens: their text is no such token."""
 
     bos_token_id = None
 

@@ -50,9 +50,7 @@ _COUNTS = [("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties
 
 def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
     """The schema with enforced keywords alone; RequestError names what is wrong or would not be enforced, and where.
-
-    `steps` are those that the walks may take.
-    """
+    `steps` are those that the walks may take."""
     schema = _copied(schema)
     require(isinstance(schema, (dict, bool)), "a JSON schema", schema, "an object, as in {'type': 'object'}")
     if schema is False:

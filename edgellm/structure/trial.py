@@ -1,8 +1,6 @@
-"""Grammars tried in a process of their own, which can be ended: what compiling costs is known only when it is done.
-
-A server gives its `check` to `try_apart`. Each grammar is then compiled by the child before it is compiled here; one
-that ends the child, by its memory, its time or its depth, is an error of the request, and the child is made anew.
-"""
+"""Grammars tried in a process of their own, which can be ended: what compiling costs is known only when it is done. A
+server gives its `check` to `try_apart`. A grammar that ends the child, by its memory, its time or its depth, is an
+error of the request, and the child is made anew."""
 
 from __future__ import annotations
 

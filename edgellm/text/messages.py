@@ -357,9 +357,7 @@ def check_encodable(text: str, what: str) -> None:
 
 def unsplit_parts(content: Any, pattern: re.Pattern[str]) -> Any:
     """A message's content; where neighbouring text parts would together make a special token's text, they are one part.
-
-    Templates write the parts of a message one after the other, where each by itself shows no such text.
-    """
+    Templates write the parts of a message one after the other, where each by itself shows no such text."""
     if not isinstance(content, list):
         return content
     found: list[dict[str, Any]] = []

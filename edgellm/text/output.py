@@ -168,9 +168,7 @@ LONGEST_CHARACTER = 4
 
 def byte_level_characters() -> dict[str, int]:
     """Byte-level BPE's alphabet: the character that stands for each byte (Radford et al. 2019, GPT-2's encoder).
-
-    Printable characters of Latin-1 stand for themselves, the 68 other bytes for U+0100 and up, in order.
-    """
+    Printable characters of Latin-1 stand for themselves, the 68 other bytes for U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

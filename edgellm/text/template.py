@@ -82,11 +82,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text of `values["messages"]`; every failure is a `TemplateError` that says where and why.
-
-        `values` may hold `tools`, `documents` and whatever else the template knows; `special_tokens` are `bos_token`
-        and so on, as text.
-        """
+        """The text of `values["messages"]`; every failure is a `TemplateError` that says where and why. `values` may
+        hold `tools`, `documents` and whatever else the template knows; `special_tokens` are `bos_token` and so on, as
+        text."""
         name = self._name(bool(values.get("tools")))
         variables = {**(special_tokens or {}), "tools": None, "documents": None, **values}
         variables["add_generation_prompt"] = add_generation_prompt
@@ -120,10 +118,8 @@ class ChatTemplate:
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """The names of the variables that a template of these reads, `messages` and the like among them.
-
-        Raises TemplateError where one cannot be compiled.
-        """
+        """The names of the variables that a template of these reads, `messages` and the like among them. Raises
+        TemplateError where one cannot be compiled."""
         import jinja2.meta
 
         found: set[str] = set()
@@ -238,10 +234,8 @@ def _fitted_call(call: Any, trials: TemplateTrials) -> Any:
 
 
 def plain_values(value: Any) -> Any:
-    """`value` rebuilt of plain text, numbers, lists and dictionaries, so that a template meets no other object.
-
-    Raises TypeError for what is none of these.
-    """
+    """`value` rebuilt of plain text, numbers, lists and dictionaries, so that a template meets no other object. Raises
+    TypeError for what is none of these."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, dict):

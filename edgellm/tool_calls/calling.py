@@ -71,11 +71,9 @@ class ToolCalling:
         structure: Structure | None = None,
     ) -> tuple[ToolReader | HarmonyReader, RulesOfCalls | None] | tuple[None, None]:
         """The reader of the answer to a prompt, and what makes its rules; None where no call is to be read of it, and
-        the model does not write in channels.
-
-        `continued` is the text of the message that the model goes on with; an answer that calls nothing has the
-        `structure`. Raises RequestError where a call is required of a model whose template teaches none.
-        """
+        the model does not write in channels. `continued` is the text of the message that the model goes on with; an
+        answer that calls nothing has the `structure`. Raises RequestError where a call is required of a model whose
+        template teaches none."""
         calls = choice is not None and choice.mode != "none"
         ids = harmony_ids(self._tokenizer)
         if ids is not None and (continued is not None or begins_message(self._tokenizer, ids, prompt_ids)):

@@ -83,10 +83,8 @@ def call_arguments(function: Callable[..., Any], call: ToolCall) -> dict[str, An
 
 
 def result_message(call: ToolCall, result: Any) -> dict[str, Any]:
-    """What a call has given, as the conversation goes on with it: text as it is, all else as JSON.
-
-    Raises RequestError for what is no JSON, nor made of dataclasses, enums and pydantic's models.
-    """
+    """What a call has given, as the conversation goes on with it: text as it is, all else as JSON. Raises RequestError
+    for what is no JSON, nor made of dataclasses, enums and pydantic's models."""
     try:
         written = json.dumps(result, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError) as error:

@@ -107,10 +107,8 @@ def json_rule(schema: Any, root: dict[str, Any], size: Steps) -> str:
 
 def _parts(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
     """Each argument's name, schema and whether it is required: of those that are named, none where `properties` is
-    empty, as tools without arguments have it.
-
-    Raises RequestError for what cannot be said of arguments that are written one by one.
-    """
+    empty, as tools without arguments have it. Raises RequestError for what cannot be said of arguments that are written
+    one by one."""
     others = set(schema) - {"type", "properties", "required", "additionalProperties", "$defs"}
     properties, required = schema.get("properties", {}), schema.get("required", ())
     unknown = [name for name in required if name not in properties]
@@ -262,11 +260,8 @@ def _alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class RulesOfCall(LateRules):
-    """Rules that begin where an answer begins a call.
-
-    The tokens that began the call, or what of them belongs to it, are the first that the rules consume; where they do
-    not take them, the call is no concern of theirs.
-    """
+    """Rules that begin where an answer begins a call, with the tokens that began it, or what of them belongs to it;
+    where the rules do not take these, the call is no concern of theirs."""
 
     _may_never_begin = True
 
