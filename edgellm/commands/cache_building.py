@@ -74,9 +74,9 @@ def build_snapshots(
 
 
 def _replaced_files(wanted: Sequence[CachePrompt], folder: Path, replaces: bool) -> dict[str, list[Path]]:
-    """The files for every prompt's name in the folder that have it, to go once the new one is there. Raises
-    RequestError for names and files that are in use and not to be replaced, or wanted twice, and SnapshotError for an
-    output file that is no snapshot."""
+    """The files of every prompt's name in the folder, to go once the new one is there. Raises RequestError for names
+    and files that are in use and not to be replaced, or wanted twice, SnapshotError for an output that is no
+    snapshot."""
     stored = [(found.label, found.path) for found in snapshot_files(folder)]
     replaced: dict[str, list[Path]] = {}
     problems, outputs = [], set()

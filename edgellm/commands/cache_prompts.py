@@ -47,8 +47,8 @@ class CachePrompt:
 
 
 def read_cache_prompts(given: Any) -> list[CachePrompt]:
-    """What the options of `edgellm cache build` ask for; raises typer.BadParameter where they exclude each other, and
-    RequestError."""
+    """What the options of `edgellm cache build` ask for; raises RequestError, and typer.BadParameter for a
+    contradiction."""
     prompt, file, prompts = given.prompt, given.file, given.prompts
     ways = {"--prompt": prompt, "--file": file, "--prompts": prompts}
     flags = [flag for flag, value in ways.items() if value is not None]
@@ -114,8 +114,7 @@ def _cache_prompt(
 
 
 def adapter_directories(prompts: Sequence[CachePrompt]) -> dict[str, Path]:
-    """The directories of adapters that do not lie in the engine directory, by name. Raises RequestError where a name is
-    given to two of them."""
+    """The directories of adapters beside the engine directory's, by name. RequestError where two have one name."""
     found: dict[str, Path] = {}
     for prompt in prompts:
         if prompt.adapter is not None and prompt.adapter_directory is not None:

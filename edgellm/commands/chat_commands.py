@@ -96,8 +96,7 @@ def is_command(message: str) -> bool:
 
 
 class Command(NamedTuple):
-    """A command: what does it, its form and purpose as /help shows them, and what its argument may be: FILE, or the
-    words that are possible now."""
+    """What carries a command out, its form and purpose for /help, and what completes its argument: FILE, or words."""
 
     run: Callable[[ChatState, str], SamplingParams | None]
     form: str

@@ -61,8 +61,7 @@ def save_conversation(path: Path, session: Session, model: str, replaces_any: bo
 
 
 def _check_replaced(path: Path, replaces_any: bool) -> None:
-    """Raise RequestError where a file would be lost that is not to be replaced, and for what is there and no file, such
-    as a pipe, which might never end."""
+    """Raise RequestError where a file would be lost that is not to be replaced, and for what is no file."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

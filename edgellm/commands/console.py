@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from edgellm.errors import DeviceLostError, EdgeLLMError
+from edgellm.errors import DeviceLostError, EdgeLLMError, number_of
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
@@ -173,8 +173,7 @@ def _steering_nothing(text: str) -> str:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let a terminating signal unwind the command as Ctrl-C does, so that it removes what is half written and keeps
-    what is to stay."""
+    """Let a signal unwind the command as Ctrl-C does: what is half written is removed, what is to stay kept."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -241,7 +240,7 @@ def statistics_line(response: Response, context_length: int) -> str:
     """What one looks at after every answer: its length, speed and end, and how full the context is."""
     usage, timings = response.usage, response.timings
     speed = timings.tokens_per_second(usage.completion_tokens)
-    tokens = _counted(usage.completion_tokens, "token")
+    tokens = number_of(usage.completion_tokens, "token")
     parts = [
         f"{tokens}, {speed:.1f} tokens/s" if speed else tokens,
         f"context {usage.prompt_tokens + usage.completion_tokens}/{context_length}",
@@ -258,22 +257,18 @@ def statistics_lines(response: Response, context_length: int) -> Iterator[str]:
     speed = f", {computed / prefill:.0f} tokens/s" if prefill > 0 else ""
     reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
     yield (
-        f"prompt: {_counted(usage.prompt_tokens, 'token')}{reused}, {computed} computed in {prefill:.2f} s{speed}, "
+        f"prompt: {number_of(usage.prompt_tokens, 'token')}{reused}, {computed} computed in {prefill:.2f} s{speed}, "
         f"first token after {timings.time_to_first_token:.2f} s"
     )
     if response.drafting is not None:
         yield f"drafting: {drafting_in_words(response.drafting)}"
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def drafting_in_words(drafting: DraftingStatistics) -> str:
     """What drafting did for an answer: tokens a round, what was drafted most, and where the time went."""
     if not drafting.rounds:
         return "no draft"
-    rounds = _counted(drafting.rounds, "round")
+    rounds = number_of(drafting.rounds, "round")
     plain = f" and {drafting.plain_steps} plain" if drafting.plain_steps else ""
     most = max(drafting.plans, key=drafting.plans.__getitem__)
     words = f"draft {drafting.mean_acceptance_length:.2f} tokens/round, {rounds}{plain}, {most}"

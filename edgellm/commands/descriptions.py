@@ -35,8 +35,7 @@ def adapters_in_words(names: Sequence[str], chosen: str | None) -> str:
 
 
 def mixers_in_words(config: Mapping[str, Any]) -> str:
-    """What mixes the tokens of how many layers of a `DecoderConfig` as a dictionary; nothing where it is attention over
-    all of them."""
+    """What mixes tokens in how many layers of a `DecoderConfig` as a dictionary; "" where it has no kinds."""
     words = {
         "attention": "of attention",
         "window": f"of attention within {config['sliding_window']} tokens",

@@ -85,6 +85,9 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
     known = [] if refusal is not None else _known_platforms(directory, layouts)
     platforms = [_platform_facts(directory, layouts, platform) for platform in known]
     kernels = [] if differences else kernel_facts(directory)
+    capabilities = {platform.compute_capability for platform in known} | {own["target"] for own in kernels}
+    if refusal is None and (gpu := find_gpu()) is not None:  # it takes no TensorRT to run kernels
+        capabilities.add(gpu.compute_capability)
     planned = planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}
     encoders = {} if directory.audio is None else audio_memory(directory.audio, computed, refusal is not None)
     if vision is not None:
@@ -118,7 +121,7 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "executors": {
             name: descriptions.executor_facts(directory.models, limits, directory.dtype, name, layouts)
-            for name in sorted(_capabilities(known, refusal) | {own["target"] for own in kernels})
+            for name in sorted(capabilities)
         },
         "plans": platforms,
         "kernels": kernels,
@@ -153,15 +156,8 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
     return facts
 
 
-def _capabilities(known: Sequence[plan_files.Platform], gpu_refusal: str | None) -> set[str]:
-    """The compute capabilities of platforms, and that of this machine's GPU, which takes no TensorRT to run kernels."""
-    gpu = find_gpu() if gpu_refusal is None else None
-    return {platform.compute_capability for platform in known} | ({gpu.compute_capability} if gpu else set())
-
-
 def kernel_facts(directory: EngineDirectory) -> list[dict[str, Any]]:
-    """The compiled kernels of a directory, by target and release of the compiler; `usable_here` is null without a
-    GPU."""
+    """The compiled kernels of a directory, by target and CUDA; `usable_here` is null without a GPU."""
     gpu, found = find_gpu(), []
     for name in directory.kernels:
         manifest = read_manifest(directory.path / KERNELS_FOLDER / name)
@@ -226,8 +222,7 @@ def _part_facts(
 
 
 def packed_facts(directory: EngineDirectory) -> dict[str, Any]:
-    """What packs each model with packed weights: the method, how many weights are stored how, their bytes, what is not
-    used."""
+    """What packs each model with packed weights: method, weights and bytes by how they are stored, and notes."""
     facts = {}
     for model, quantization in directory.packed_models().items():
         with directory.checkpoints[model]() as checkpoint:

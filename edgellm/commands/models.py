@@ -95,17 +95,7 @@ def open_model_with(
 
     template = chosen_template(settings)
     try:
-        llm = LLM(
-            settings.model,
-            backend=settings.backend,
-            executor=settings.executor,
-            gpu=settings.gpu,
-            gpus=settings.gpus,
-            kv_cache=settings.kv_cache,
-            drafting=drafting,
-            adapters=adapters,
-            progress=_loading(),
-        )
+        llm = LLM(settings.model, **settings.computing, drafting=drafting, adapters=adapters, progress=_loading())
     finally:
         status_line.show("")
     llm.tokenizer.chat_template = template or llm.tokenizer.chat_template
@@ -169,8 +159,7 @@ def model_name(llm: LLM) -> str:
 
 
 def system_prompt(llm: LLM, settings: Settings, with_images: bool = False) -> str | None:
-    """The system prompt of the settings, else the model's own, for a conversation `with_images` or without; None where
-    there is none."""
+    """The system prompt of the settings, else the model's own (`with_images` that for images), or None."""
     if settings.system is not None:
         return settings.system or None
     return (llm.default_image_system_prompt if with_images else llm.default_system_prompt) or None

@@ -24,8 +24,7 @@ class PanelCommand(TyperCommand):
     """A command whose help shows its options by subject."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses as typer does. `--draft` of `DraftingOptions` may stand alone: a word behind it that is no kind is
-        another argument."""
+        """Parses as typer does, but `--draft` of `DraftingOptions` takes a kind alone, or stands alone."""
         if any(parameter.metavar == OPTIONAL_KIND for parameter in self.params):
             ends = args.index("--") if "--" in args else len(args)
             for place in reversed(range(ends)):

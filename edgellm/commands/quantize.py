@@ -28,8 +28,6 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
 from edgellm.text.tokenizer import Tokenizer
 
-#: What is read where no file is named.
-DEFAULT_TEXTS = "calibration"
 #: Of all texts together no more is read: their rows stay in memory.
 _MOST_TOKENS = 16_384
 
@@ -81,7 +79,7 @@ def quantize(given: QuantizeOptions) -> None:
     texts: list[list[int]] = []
     if not is_head and (calibration is not None or options.method != "rtn"):
         config = read_decoder_config(checkpoint)
-        entries = default_texts() if calibration is None else load_texts(calibration)
+        entries = installed("calibration") if calibration is None else load_texts(calibration)
         texts = token_pieces(Tokenizer.from_directory(checkpoint, config.vocab_size), entries)
     arithmetic = open_arithmetic(given.backend)
     try:
@@ -97,13 +95,6 @@ def quantize(given: QuantizeOptions) -> None:
 
 #: A text, or a conversation.
 Text = str | list[dict[str, Any]]
-
-
-def default_texts() -> list[Text]:
-    """Those of `configs/calibration.yaml`."""
-    found = installed(DEFAULT_TEXTS)
-    assert isinstance(found, list)
-    return found
 
 
 def load_texts(path: Path) -> list[Text]:

@@ -1,5 +1,4 @@
-"""`edgellm serve`: the model for other programs, over HTTP as clients of OpenAI's, Anthropic's and ollama's APIs ask
-for it."""
+"""`edgellm serve`: the model over HTTP, for clients of OpenAI's, Anthropic's and ollama's APIs."""
 
 from __future__ import annotations
 
@@ -167,11 +166,7 @@ async def _serve(
     template = models.chosen_template(settings)
     llm = AsyncLLM(
         settings.model,
-        backend=settings.backend,
-        executor=settings.executor,
-        gpu=settings.gpu,
-        gpus=settings.gpus,
-        kv_cache=settings.kv_cache,
+        **settings.computing,
         drafting=models.chosen_drafting(settings),
         adapters=loras,
         snapshots=[] if settings.system_cache is None else [settings.system_cache],

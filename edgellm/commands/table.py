@@ -130,8 +130,7 @@ def _written(help: str, flags: Sequence[str] | None, default: Any, details: dict
 
 
 class Options:
-    """The values of options that stand together; a class has those of its bases, too. Its own stand in the `panel` of
-    the help, unless they name another."""
+    """The values of options that stand together, those of the bases too; its own stand in the `panel` of the help."""
 
     panel: str | None = None
 

@@ -1,4 +1,4 @@
-"""Answers as clients of OpenAI's API read them: a model's reasoning apart, whole or in pieces, with usage and
+"""Answers as clients of OpenAI's API read them: reasoning apart, whole or in pieces, with usage and
 log-probabilities."""
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Piece:
-    """What has come of an answer, in this order: what the model thinks, what it says, and what it calls; and the
-    log-probabilities of all but what it thinks."""
+    """What has come of an answer, in this order; `logprobs` are of all but what the model thinks."""
 
     reasoning: str = ""
     content: str = ""
@@ -96,8 +95,7 @@ class AnswerReader:
         return Piece(self._shown(thought), said, logprobs, chunk.tool_calls)
 
     def _find_marks(self, read: int) -> None:
-        """Take notice of where the reasoning begins and ends; text never comes before its tokens, of which so many were
-        `read` before."""
+        """Note where reasoning begins and ends, of tokens of which so many were `read`: they come before their text."""
         marks, ids = self._marks, self._ids
         assert marks is not None
         if self._state == "undecided" and ids:
@@ -186,7 +184,7 @@ class Writer:
         asked: ParsedRequest,
         tokenizer: Tokenizer,
         readers: Sequence[AnswerReader],
-        sequences: Sequence[DecodingSequence] = (),
+        sequences: Sequence[DecodingSequence],
     ) -> None:
         """`sequences` are the engine's, whose prompts a stream may tell before they have ended."""
         self._asked, self._tokenizer, self._readers, self._sequences = asked, tokenizer, readers, sequences

@@ -216,8 +216,7 @@ class Server(uvicorn.Server):
         self.ended_by: int | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, on sockets that there are already, or else on the address. Raises RequestError where that is not
-        possible."""
+        """Listen, on sockets that are there already, or else on the address. Raises RequestError."""
         host, port = self.config.host, self.config.port
         try:
             if sockets is None:

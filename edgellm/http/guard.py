@@ -98,12 +98,8 @@ class Guard:
             )
             raise HTTPError(421, message, code="wrong_host")
         origin = headers.get("origin")
-        known = {
-            *self.origins,
-            f"http://{host.lower()}",
-            f"https://{host.lower()}",
-        }  # the page may be this server's own
-        if origin is not None and origin.lower().rstrip("/") not in known:
+        own = f"http://{host.lower()}", f"https://{host.lower()}"
+        if origin is not None and origin.lower().rstrip("/") not in (*self.origins, *own):
             message = f"pages of {shown(origin)[:200]} may not ask this server (--allowed-origin lets them)"
             raise HTTPError(403, message, code="wrong_origin")
         if self.keys and path not in _WITHOUT_KEY and not self._has_key(headers):
@@ -126,8 +122,7 @@ class Guard:
         return peer if address is None else str(address)
 
     def client(self, scope: Scope) -> str:
-        """Who asks, as far as one may have no more than another: by the key where there are some, else by the address,
-        of IPv6 by the network."""
+        """Who asks, as far as one may have no more than another: by the key, if there are any, else by the address."""
         if self.keys:
             return _given_key(Headers(scope=scope))
         found = self.address(scope)

@@ -86,8 +86,7 @@ def response_request(body: bytes, model: ServedModel, kept: KeptResponses = _NON
 
 
 def _tools(fields: Fields, given: Any) -> Any:
-    """Tools with the functions of a namespace in its place, and without searches of the web beside others: agents offer
-    these to every server."""
+    """Tools with a namespace's functions in its place, without searches of the web, which agents always offer."""
     if not isinstance(given, list):
         return given
     found: list[Any] = []

@@ -91,9 +91,8 @@ def local_directory(
 def checkpoint_of(
     model: str | Path, revision: str | None, update: bool, progress: Progress, finds_encoder: bool = False
 ) -> tuple[Path, ModelSource | None]:
-    """Where a checkpoint or a file in GGUF lies, and where it comes from: of a path itself and None; a name on the hub
-    is downloaded, with the vision encoder beside a file in GGUF where it `finds_encoder`. Raises as
-    `local_directory`."""
+    """Where a checkpoint or a GGUF file lies, and its source (None: of a path); a name on the hub is downloaded, with
+    the vision encoder beside a GGUF file where it `finds_encoder`. Raises as `local_directory`."""
     name = HubName.of(model, revision)
     if name is None:
         _require_name(model, revision, update)

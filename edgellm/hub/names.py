@@ -29,8 +29,8 @@ _BEFORE_REVISIONS = ("tree", "blob", "resolve", "raw", "commit")
 
 @dataclass(frozen=True)
 class HubName:
-    """A `repository` ORG/NAME at a `revision` (branch, tag or commit), and the name of one GGUF `file` of it, or what
-    `stands_for` it, or ""."""
+    """A `repository` ORG/NAME at a `revision` (branch, tag, commit), and the GGUF `file` or what `stands_for` it, or
+    ""."""
 
     repository: str
     file: str = ""
@@ -143,8 +143,7 @@ def _require_all(name: HubName, files: Sequence[str], sizes: Mapping[str, int]) 
 
 
 def _gguf_models(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """The files of each model in GGUF by the first one's name; encoders of images (mmproj), and what weights matter
-    (imatrix), are none."""
+    """The files of each model in GGUF by the first one's name, without encoders (mmproj) and matrices (imatrix)."""
     models: dict[str, list[str]] = {}
     for file in sizes:
         part = _PART.fullmatch(file)

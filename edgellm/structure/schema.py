@@ -49,8 +49,7 @@ _COUNTS = [("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties
 
 
 def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
-    """The schema with enforced keywords alone; RequestError names what is wrong or would not be enforced, and where.
-    `steps` are those that the walks may take."""
+    """The schema with enforced keywords alone, in so many `steps`; RequestError names what is wrong or not enforced."""
     schema = _copied(schema)
     require(isinstance(schema, (dict, bool)), "a JSON schema", schema, "an object, as in {'type': 'object'}")
     if schema is False:
@@ -327,8 +326,7 @@ def _within(value: Any, name: str) -> Any:
 
 
 def _write_format(enforced: dict[str, Any]) -> list[Any]:
-    """Write a format as its pattern, and leave out what is an annotation. A pattern beside it is one of what is
-    returned."""
+    """Write a format as its pattern, or leave it out as an annotation; a pattern that was beside it is returned."""
     name = enforced.pop("format", None)
     if name not in FORMATS:
         return []

@@ -46,8 +46,7 @@ class Alternatives:
         return first
 
     def _narrowed(self, first: Any, second: Any) -> dict[str, Any] | None:
-        """The objects of a schema without a property that the second one requires, or with one that has other values
-        there; None where there is no such property."""
+        """The objects of a schema without a property that the second requires, or with other values there; or None."""
         one, other = self._facts_of(first), self._facts_of(second)
         if not one.schema or "object" not in one.types:
             return None

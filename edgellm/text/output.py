@@ -184,8 +184,7 @@ class TokenPiece(NamedTuple):
 
 
 class TokenText(dict[int, TokenPiece]):
-    """What each token of a tokenizer is: bytes (byte-level BPE), one byte (byte fallback), text, or nothing. A token is
-    looked up when it is first asked for."""
+    """What each token is, found when asked for: bytes (byte-level BPE), one byte (byte fallback), text, or nothing."""
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int]) -> None:
         """`skipped_ids` are the special tokens, which show no text unless asked for."""

@@ -81,9 +81,8 @@ def shown_calls(deltas: Iterable[ToolCallDelta], calls: Sequence[ToolCall]) -> t
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What a request wants of its tools: `mode` is one of `CHOICES`; `schemas` are the enforced schemas of arguments,
-    an object each, by the names of the tools that may be called, the one that was named or all; with `parallel` there
-    may be several calls in one answer."""
+    """What a request wants of its tools: `mode` is one of `CHOICES`; `schemas` are the enforced schemas of arguments by
+    the names of the tools that may be called; with `parallel` there may be several calls in one answer."""
 
     mode: str
     schemas: Mapping[str, Any]

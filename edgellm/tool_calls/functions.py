@@ -83,8 +83,7 @@ def call_arguments(function: Callable[..., Any], call: ToolCall) -> dict[str, An
 
 
 def result_message(call: ToolCall, result: Any) -> dict[str, Any]:
-    """What a call has given, as the conversation goes on with it: text as it is, all else as JSON. Raises RequestError
-    for what is no JSON, nor made of dataclasses, enums and pydantic's models."""
+    """The message of what a call has given: text as it is, all else as JSON. RequestError for what JSON has not."""
     try:
         written = json.dumps(result, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError) as error:

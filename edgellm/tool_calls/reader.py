@@ -325,8 +325,7 @@ class ToolReader(CharacterReader, ReadCalls):
         self._require(character, "]")
 
     def _python_call(self, character: str) -> Characters:
-        """A call that begins with this character, and the `,` or `]` behind it. Each argument is shown when it is
-        whole; any word may be its name."""
+        """A call from this character on, and the `,` or `]` behind it. Any word may be an argument's name."""
         name, character = yield from self._word(character, NAME_CHARACTERS.__contains__)
         self._require(character, "(")
         self._name(name)
