@@ -154,7 +154,6 @@ class SnapshotOnDisk:
         return {"path": str(self.path), "bytes": found.nbytes, **asdict(found.facts), "prompt": prompt}
 
     def line(self) -> str:
-        """A row of the list."""
         if isinstance(self.found, SnapshotError):
             return f"cannot be used: {self.found.reason}"
         facts, binding = self.found.facts, self.found.facts.binding

@@ -62,7 +62,6 @@ class ChatState:
 
     @property
     def params(self) -> SamplingParams:
-        """How answers are drawn."""
         return self.conversation.params or SamplingParams()
 
     def show(self, path: Path, question: str = "The next question") -> None:
@@ -262,7 +261,6 @@ def _draft(state: ChatState, argument: str) -> None:
 
 
 def drafted_by(drafting: DraftingConfig | None) -> str:
-    """What drafts, in words."""
     if drafting is None:
         return "Nothing is drafted"
     if not drafting.needs_draft_model:

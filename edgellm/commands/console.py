@@ -73,7 +73,6 @@ class ProgressDisplay:
         self._stages: dict[str, tuple[int, int]] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that `done` of `total` of a stage is done."""
         before, now = self._stages.get(stage), (done, total)
         self._stages[stage] = now
         if sys.stderr.isatty():
@@ -302,7 +301,6 @@ class TextLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s" if verbose else "%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, with the fields behind it."""
         line, fields = super().format(record), getattr(record, "edgellm", {})
         return f"{line} ({', '.join(f'{name}={value}' for name, value in fields.items())})" if fields else line
 
@@ -318,7 +316,6 @@ class LogHandler(logging.StreamHandler):  # a generic class from Python 3.11 on
         self._counts: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
         if not self._sums_up or not hasattr(record, "stage"):
             status_line.show("")
             super().emit(record)

@@ -117,7 +117,6 @@ def executor_facts(
 
 
 def executors_in_words(facts: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """`executor_facts`, a line each."""
     return [f"{each['name']}: {each['shapes']}" + (f" ({each['reason']})" if each["reason"] else "") for each in facts]
 
 

@@ -37,8 +37,6 @@ REFERENCE, PLAIN, DRAFTED = "reference", "plain", "drafted"
 
 
 class MeasureOptions(Options, panel="Measures"):
-    """What is to be measured, and of what."""
-
     text: Path | None = option("Perplexity of a text (UTF-8), in windows.", metavar="FILE")
     exact_match: Path | None = option(
         "Share of prompts that are answered as expected, plain and drafted: JSON lines with prompt and answer (or "
@@ -242,7 +240,6 @@ class _Evaluation:
         }
 
     def answer(self, llm: LLM, way: str) -> None:
-        """Let a model answer all prompts."""
         from edgellm.evaluation.measures import answers
 
         for kind, examples in self.examples.items():
@@ -294,7 +291,6 @@ _TITLES = {"equal_share": "exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2
 
 
 def report_lines(results: dict[str, Any]) -> Iterator[str]:
-    """The results of `commands.eval.measure` for people."""
     adapter = f", adapter {results['adapter']}" if results["adapter"] else ""
     reference = f", against {results['reference']}" if results["reference"] else ""
     yield f"{results['name']} on the {results['backend']} backend{adapter}{reference}"

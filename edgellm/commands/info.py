@@ -180,7 +180,6 @@ def kernel_facts(directory: EngineDirectory) -> list[dict[str, Any]]:
 
 
 def kernels_in_words(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`kernel_facts`, a line each."""
     here = {None: "", True: ", usable here", False: ", not for this machine"}
     return [
         f"{each['target']}: {each['modules']} compiled for {', '.join(map(str, each['multiprocessors']))} "

@@ -151,7 +151,6 @@ def backend_name(settings: Settings) -> str:
 
 
 def model_name(llm: LLM) -> str:
-    """How people know the model."""
     from edgellm.opened_model import SHIPPED_MODEL
 
     is_shipped = llm.directory.path.resolve() == SHIPPED_MODEL.resolve()

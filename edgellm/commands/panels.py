@@ -21,8 +21,6 @@ _SUMMARY = 200
 
 
 class PanelCommand(TyperCommand):
-    """A command whose help shows its options by subject."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses as typer does, but `--draft` of `DraftingOptions` takes a kind alone, or stands alone."""
         if any(parameter.metavar == OPTIONAL_KIND for parameter in self.params):
@@ -33,15 +31,11 @@ class PanelCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the panels of options."""
         _write_panels(_option_rows(self, ctx), formatter)
 
 
 class PanelGroup(TyperGroup):
-    """Several commands, whose help shows them by subject."""
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the panels of commands, then those of options."""
         rows = []
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)

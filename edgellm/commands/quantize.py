@@ -145,7 +145,6 @@ def _conversation_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> l
 
 
 def report_lines(report: quantizer.QuantizationReport) -> Iterator[str]:
-    """The table that ends a run."""
     options = report.options
     scales = f"groups of {options.group_size}" if options.group_size else "a scale for each row"
     resumed = f" ({report.resumed} of them were there)" if report.resumed else ""

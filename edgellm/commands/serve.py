@@ -34,8 +34,6 @@ _OTHER_FILES = 1024
 
 
 class ServerOptions(Options, panel="Server"):
-    """Where the server listens, and who may ask it."""
-
     host: str = option("Address to listen on; 0.0.0.0 is every one.", default="127.0.0.1", metavar="ADDRESS")
     port: int = option("Port to listen on; 0 is any free one.", default=8000, least=0, most=65535)
     model_name: str | None = option("What requests call the model [default: its directory].", metavar="NAME")
@@ -76,8 +74,6 @@ class ServerOptions(Options, panel="Server"):
 
 
 class LimitOptions(Options, panel="Limits"):
-    """What the server takes at most."""
-
     queue_limit: int = option("Requests that may wait; one more is answered with 429.", default=64, least=1)
     max_connections: int = option("Connections at a time; more are closed.", default=256, least=1)
     max_body_mib: int = option("MiB of a request.", default=32, least=1, most=1024)

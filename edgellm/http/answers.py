@@ -139,7 +139,6 @@ class _ChannelReader(AnswerReader):
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:
-    """A token's text, and its bytes."""
     if (data := tokenizer.token_bytes(token_id)) is not None:
         return data.decode("utf-8", "replace"), list(data)
     text = (tokenizer.id_to_token(token_id) or "").replace("\u2581", " ")
@@ -147,13 +146,11 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:
 
 
 def logprob_object(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    """A token with its log-probability."""
     text, data = token_text(tokenizer, token_id)
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": data}
 
 
 def logprob_objects(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """Tokens with their log-probabilities, and those of the likeliest in their places."""
     return [
         logprob_object(tokenizer, each.token_id, each.logprob)
         | {"top_logprobs": [logprob_object(tokenizer, *pair) for pair in each.top]}
@@ -169,7 +166,6 @@ def call_object(delta: ToolCallDelta) -> dict[str, Any]:
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """A server-sent event."""
     data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return (f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n").encode()
 

@@ -156,7 +156,6 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        """Whether the model was loaded."""
         return self._runtime is not None
 
     def works(self, seconds: float) -> bool:

@@ -228,7 +228,6 @@ class Server(uvicorn.Server):
         self.listens.set()
 
     async def on_tick(self, counter: int) -> bool:
-        """Check all connections a few times a second."""
         if counter % self._TICKS == 0:
             self._check()
         return await super().on_tick(counter)

@@ -71,7 +71,6 @@ class ServedModel:
 
     @property
     def request_pixels(self) -> int:
-        """The pixels of all images of a request."""
         return LARGEST_IMAGES * self.image_pixels
 
     @property

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from edgellm.engines.checkpoints.weight_files import INDEX_FILE, read_index
 from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.description import ModelSource
 from edgellm.engines.errors import explained
-from edgellm.engines.formats.digests import current_digest, file_blocks
+from edgellm.engines.formats.digests import current_digest
 from edgellm.engines.formats.small_files import ordinary_bytes
 from edgellm.engines.formats.staged_directory import check_space
 from edgellm.errors import EdgeLLMError, HubError
@@ -82,7 +81,6 @@ class Download:
         return next((file for file in sorted(self.files) if file.endswith(".gguf")), "")
 
     def blob(self, file: str) -> Path:
-        """Where the content of a file lies."""
         return self.storage / "blobs" / self.files[file].digest
 
     def missing(self) -> dict[str, HubFile]:
@@ -300,10 +298,9 @@ def _digest(path: Path, expected: str) -> str:
         return current_digest(path, section=0).sha256
     if not expected:
         return ""
-    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    for block in file_blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
+    from huggingface_hub.utils.sha import git_hash
+
+    return git_hash(path.read_bytes())  # of a small file: of a large one the hub knows the SHA-256
 
 
 def _remove(download: Download, name: str) -> None:

@@ -42,7 +42,6 @@ class Model:
 
     @classmethod
     def of(cls, kind: str, name: str, directory: EngineDirectory) -> Model:
-        """What there is of a directory."""
         commit, file = directory.source.commit if directory.source else "", gguf_file(directory)
         path, is_gone = directory.path, file is not None and not file.exists()
         return cls(kind, name, path, _own_bytes(path), commit, "" if file is None else str(file), is_gone)

@@ -158,7 +158,6 @@ def _gguf_models(sizes: Mapping[str, int]) -> dict[str, list[str]]:
 
 
 def _is_encoder(file: str) -> bool:
-    """Whether a file is by its name a vision encoder in GGUF."""
     return file.endswith(".gguf") and "mmproj" in file.rpartition("/")[2]
 
 

@@ -154,7 +154,6 @@ def media_kind(part: Any) -> str | None:
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a message is an image."""
     return media_kind(part) == "image"
 
 

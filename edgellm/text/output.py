@@ -210,7 +210,6 @@ class TokenText(dict[int, TokenPiece]):
         return bytes([int(match[1], 16)]) if match else None
 
     def decode(self, token_ids: list[int]) -> str:
-        """The tokenizer's own decoding of a few tokens."""
         return decoded_ids(self.tokenizer, token_ids)
 
 

@@ -46,7 +46,6 @@ def as_text(value: Any) -> str:
 
 
 def printed(value: Any) -> str:
-    """`value` as a template prints it."""
     if type(value) is str:
         return value
     current_budget.get().measure(value)

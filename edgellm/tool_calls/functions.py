@@ -71,7 +71,6 @@ def described_tools(tools: Any) -> Any:
 
 
 def functions_among(tools: Any) -> dict[str, Callable[..., Any]]:
-    """The functions in a list of tools, by name."""
     listed = tools if isinstance(tools, Sequence) else ()
     return {tool.__name__: tool for tool in listed if inspect.isroutine(tool)}
 

@@ -54,7 +54,6 @@ class ReadCalls:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far."""
         return tuple(each.call() for each in self._calls)
 
     def take_deltas(self) -> tuple[ToolCallDelta, ...]:

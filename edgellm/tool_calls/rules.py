@@ -260,7 +260,6 @@ class RulesOfCall(LateRules):
     _may_never_begin = True
 
     def __init__(self, vocabulary: GrammarVocabulary, grammar: str) -> None:
-        """`grammar` is that of calls."""
         super().__init__(vocabulary.size)
         self._vocabulary, self._grammar, self._tokenizer = vocabulary, grammar, vocabulary.tokenizer
 
