@@ -42,7 +42,6 @@ from edgellm.text.tokenizer import Tokenizer
 
 _PROMPT = "The red cup stands on the left, and the robot"
 _STEPS = 8
-_DRAFTED_TOKENS = 32
 
 
 class DoctorOptions(ModelOptions, GPUOption):
@@ -277,7 +276,7 @@ def _draft(directory: EngineDirectory) -> str:
 def _drafting_check(directory: EngineDirectory, backend: str) -> dict[str, Any]:
     """Decode a few tokens with and without the draft; it is a fault if NumPy finds them different. In fp16 a tie of the
     two likeliest tokens may be decided otherwise: that is said, and no failure."""
-    params = SamplingParams(max_tokens=_DRAFTED_TOKENS, ignore_eos=True)
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
     answers = []
     for drafting in (None, DraftingConfig.largest(directory.limits)):
         with LLM(directory.path, backend=backend, drafting=drafting) as llm:

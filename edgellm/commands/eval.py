@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from edgellm.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 256
-#: The largest window that is taken without being asked for, in tokens.
-_WINDOW = 2048
 #: How models answer, in the order of the table.
 REFERENCE, PLAIN, DRAFTED = "reference", "plain", "drafted"
 
@@ -181,7 +179,7 @@ class _Evaluation:
         text = read_text(path, PROMPT_BYTES, RequestError, "the text", takes_pipes=True)
         if not text.strip():
             raise RequestError(f"the text {path} is empty: expected something to predict")
-        window = asked.window or min(self._context, _WINDOW)
+        window = asked.window or min(self._context, 2048)
         if window > self._context:
             raise RequestError(
                 f"the window has {window} tokens, the context {self._context}: take a smaller --window, or build with "

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from edgellm.llm import LLM
     from edgellm.requests import Response, TokenLogprobs
 
-_WAIT_SECONDS = 2.0
-_WAITING = "Waiting for the end of standard input, which is appended to the prompt (< /dev/null: nothing is)."
-
 
 class GenerateOptions(
     options.PromptOptions,
@@ -123,7 +120,8 @@ def with_piped_text(prompt: str) -> str:
         return prompt
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return prompt
-    timer = Timer(_WAIT_SECONDS, write_note, [_WAITING])
+    waiting = "Waiting for the end of standard input, which is appended to the prompt (< /dev/null: nothing is)."
+    timer = Timer(2.0, write_note, [waiting])
     timer.daemon = True
     timer.start()
     try:

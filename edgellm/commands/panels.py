@@ -14,11 +14,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from edgellm.commands.options import DRAFT_KINDS, OPTIONAL_KIND
 
-_ARGUMENTS, _COMMANDS, _OTHERS = "Arguments", "Commands", "Options"
-_FRAME = ("╭", "─", "╮", "│", "╰", "╯")
-_WIDEST = 100
-_SUMMARY = 200
-
 
 class PanelCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -40,8 +35,8 @@ class PanelGroup(TyperGroup):
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)
             if command is not None and not command.hidden:
-                panel = getattr(command, "rich_help_panel", None) or _COMMANDS
-                rows.append((panel, (name, command.get_short_help_str(limit=_SUMMARY))))
+                panel = getattr(command, "rich_help_panel", None) or "Commands"
+                rows.append((panel, (name, command.get_short_help_str(limit=200))))
         _write_panels([*rows, *_option_rows(self, ctx)], formatter)
 
 
@@ -49,7 +44,7 @@ def _option_rows(command: Any, context: Any) -> Iterator[tuple[str, tuple[str, s
     """(panel, (names, help)) of all arguments and options that are shown."""
     for parameter in command.get_params(context):
         if (record := parameter.get_help_record(context)) is not None:
-            default = _ARGUMENTS if parameter.param_type_name == "argument" else _OTHERS
+            default = "Arguments" if parameter.param_type_name == "argument" else "Options"
             yield getattr(parameter, "rich_help_panel", None) or default, record
 
 
@@ -59,7 +54,7 @@ def _write_panels(rows: Any, formatter: Any) -> None:
     for panel, row in rows:
         panels.setdefault(panel, []).append(row)
     try:
-        "".join(_FRAME).encode(getattr(sys.stdout, "encoding", None) or "ascii")
+        "╭─╮│╰╯".encode(getattr(sys.stdout, "encoding", None) or "ascii")
         framed = True
         formatter.write_paragraph()
     except (UnicodeEncodeError, LookupError):
@@ -69,11 +64,10 @@ def _write_panels(rows: Any, formatter: Any) -> None:
             with formatter.section(title):
                 formatter.write_dl(records)
             continue
-        inside = type(formatter)(width=formatter.width - 4, max_width=_WIDEST)
+        inside = type(formatter)(width=formatter.width - 4, max_width=100)
         inside.write_dl(records)
-        left_top, line, right_top, side, left_bottom, right_bottom = _FRAME
         width = formatter.width
-        formatter.write(f"{left_top}{line} {title} {line * (width - len(title) - 5)}{right_top}\n")
+        formatter.write(f"╭─ {title} {'─' * (width - len(title) - 5)}╮\n")
         for text in inside.getvalue().splitlines():
-            formatter.write(f"{side} {text.ljust(width - 4)} {side}\n")
-        formatter.write(f"{left_bottom}{line * (width - 2)}{right_bottom}\n")
+            formatter.write(f"│ {text.ljust(width - 4)} │\n")
+        formatter.write(f"╰{'─' * (width - 2)}╯\n")

@@ -28,9 +28,6 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
 from edgellm.text.tokenizer import Tokenizer
 
-#: Of all texts together no more is read: their rows stay in memory.
-_MOST_TOKENS = 16_384
-
 
 class QuantizeOptions(GPUOption):
     checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", default=...)
@@ -126,7 +123,7 @@ def token_pieces(tokenizer: Tokenizer, entries: list[Text]) -> list[list[int]]:
     """The token ids of texts, in pieces of at most `LONGEST_TEXT`, until there are enough; conversations by the chat
     template, where the model has one that takes them."""
     pieces: list[list[int]] = []
-    left = _MOST_TOKENS
+    left = 16_384  # of all texts together: their rows stay in memory
     for entry in entries:
         ids = tokenizer.encode(entry) if isinstance(entry, str) else _conversation_ids(tokenizer, entry)
         ids = ids[:left]

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from edgellm.http.app import Service
     from edgellm.http.connections import Notifier, Server
 
-#: A thread that reads a request gives way to the model's, and to the event loop, after so long.
-_SWITCH_SECONDS = 0.001
 #: Files that the model and connections which are being turned away may have open beside those that are served.
 _OTHER_FILES = 1024
 
@@ -127,7 +125,7 @@ def serve(given: ServeOptions) -> None:
     _allow_files(given.max_connections)
     warnings.filterwarnings("ignore", module=r"PIL\..*")  # large images are refused by limits of their own
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(0.001)  # then a thread that reads a request gives way to the model's and the loop
     ended_by = asyncio.run(_serve(replace(settings, adapter=None), given, keys, handed))
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt

@@ -51,9 +51,6 @@ T = TypeVar("T")
 #: Bodies in memory have together at most so many times the size of the largest, and images the pixels of so many
 #: requests.
 BODIES, IMAGES = 4, 2
-_LONGEST_WAIT = 60
-#: What is told of a model that has failed may take so long to be read.
-_FAILED_SECONDS = 2.0
 
 #: How a request is read, and its answers are written.
 Read = Callable[[bytes, ServedModel], ParsedRequest]
@@ -203,7 +200,7 @@ class Service:
         """Answer nothing new, and wait until what runs has ended; what has not after so many seconds is cancelled. Of a
         model that has failed nothing comes but errors, which are on their way."""
         self._is_ending = True
-        seconds = seconds if self.failure is None else min(seconds, _FAILED_SECONDS)
+        seconds = seconds if self.failure is None else min(seconds, 2.0)
         until = time.monotonic() + seconds
         while self._working and time.monotonic() < until:
             await asyncio.wait(self._working, timeout=until - time.monotonic())
@@ -374,7 +371,7 @@ class Service:
     def _told(self, error: Exception, names: Mapping[str, str]) -> HTTPError:
         """An error as a client is told it; what nobody expected goes to the log."""
         mean = self._llm.metrics()["request_seconds"]["mean"]  # after which a place in a full queue may be free
-        found = http_error(error, names, min(_LONGEST_WAIT, max(1, math.ceil(mean or 1.0))))
+        found = http_error(error, names, min(60, max(1, math.ceil(mean or 1.0))))
         if found.status == 500:
             logger.error("a request has failed: %s", error, exc_info=error)
         if self._runtime is not None:

@@ -24,8 +24,6 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 #: A name in a Host header, without its port; and an origin as browsers write it, or with a slash at its end.
 _NAME = re.compile(r"[\w.-]+")
 _ORIGIN = re.compile(r"[A-Za-z][\w+.-]*://[^/\s]+/?")
-#: Bits of an IPv6 address that are a client's network: it chooses the others itself.
-_CLIENT_BITS = 64
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -129,7 +127,7 @@ class Guard:
         address = _address(found)
         if not isinstance(address, ipaddress.IPv6Address) or address.is_link_local:  # all of a link are of one network
             return found
-        return str(ipaddress.IPv6Network((int(address), _CLIENT_BITS), strict=False))
+        return str(ipaddress.IPv6Network((int(address), 64), strict=False))  # a client chooses the other bits itself
 
     def sharing(self, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers that let a page of another, allowed origin read an answer."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 RECORD_NAME = "downloads.json"
 _RECORD_BYTES = 16 << 20
-#: Files that are hashed side by side.
-_MOST_CHECKS = 4
 #: Git's digest of a file, or the SHA-256 of a large one: by it the hub's cache names what a file holds.
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -252,7 +250,7 @@ def _download(download: Download, api: HfApi, progress: Progress) -> None:
     advance = counted(total, partial(progress, "download"))
     for name in missing:
         api.hf_hub_download(download.repository, name, revision=download.commit, tqdm_class=_bar(advance))
-    with ThreadPoolExecutor(min(usable_cores(), _MOST_CHECKS)) as pool:  # the hub's digests are of whole files
+    with ThreadPoolExecutor(min(usable_cores(), 4)) as pool:  # the hub's digests are of whole files
         list(pool.map(lambda item: _check(download, *item), download.files.items()))
     if missing:
         advance(total)

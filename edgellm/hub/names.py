@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -176,14 +176,12 @@ def _listed(models: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> st
     gpu = find_gpu()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if gpu is None else gpu.total_memory
     where = f"{'this machine' if gpu is None else gpu.name} ({memory / 2**30:.1f} GiB)"
-
-    def lines() -> Iterator[str]:
-        for model, files in sorted(models.items(), key=lambda item: _bytes(item[1], sizes)):
-            size = _bytes(files, sizes)
-            fits = "fits" if size <= _SHARE * memory else "does not fit"
-            yield f"\n  {size / 2**20:>10,.1f} MiB  {fits:<12}  {printable(model)}"
-
-    return f" Beside the memory of {where}:{''.join(lines())}"
+    text = f" Beside the memory of {where}:"
+    for model, files in sorted(models.items(), key=lambda item: _bytes(item[1], sizes)):
+        size = _bytes(files, sizes)
+        fits = "fits" if size <= _SHARE * memory else "does not fit"
+        text += f"\n  {size / 2**20:>10,.1f} MiB  {fits:<12}  {printable(model)}"
+    return text
 
 
 def _no_model(name: HubName, sizes: Mapping[str, int]) -> HubError:

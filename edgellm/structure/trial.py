@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 TRIAL_SECONDS, TRIAL_BYTES = 2, 512 * 2**20
 #: The child answers, or has started and read a tokenizer, within so many seconds by the clock.
 _CLOCK_SECONDS, _START_SECONDS = 20, 120
-#: So many answers are remembered.
-_MOST_ANSWERS = 4096
 
 
 class TrialProcess:
@@ -42,7 +40,7 @@ class TrialProcess:
         #: What the child calls the vocabularies that it was told of; None is that of single bytes.
         self._defined: dict[Definition | None, int] = {}
         #: The error of each grammar, "" for none.
-        self._answers: RecentlyUsed[tuple[Definition | None, str, bytes], str] = RecentlyUsed(_MOST_ANSWERS)
+        self._answers: RecentlyUsed[tuple[Definition | None, str, bytes], str] = RecentlyUsed(4096)
         self._lock = threading.Lock()
 
     def check(self, definition: Definition | None, grammar: str, what: str) -> None:

@@ -18,8 +18,6 @@ from edgellm.text.messages import SYSTEM_ROLES, show_media, shown_texts
 from edgellm.text.template_budget import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
 from edgellm.text.template_trials import TOOL, TemplateTrials
 
-#: The folder of a model's further templates.
-ADDITIONAL = "additional_chat_templates"
 #: Roles that a model's files give to special tokens, and what these are in a trial: some templates fail without.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TRIAL_TOKENS = {name: f"<{name.removesuffix('_token')}>" for name in NAMED_TOKENS}
@@ -71,7 +69,7 @@ class ChatTemplate:
         elif tokenizer_config.get("chat_template") is not None:
             origin = directory / "tokenizer_config.json"
             sources = _sources(tokenizer_config["chat_template"], origin)
-        named = [path for path in sorted((directory / ADDITIONAL).glob("*.jinja")) if path.is_file()]
+        named = [path for path in sorted((directory / "additional_chat_templates").glob("*.jinja")) if path.is_file()]
         sources |= {path.stem: cls.from_file(path).sources["default"] for path in named}
         return None if origin is None and not named else cls(sources, str(origin or directory))
 

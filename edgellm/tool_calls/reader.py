@@ -19,17 +19,16 @@ from edgellm.tool_calls.characters import END, NAME_CHARACTERS, SPACES, Broken, 
 from edgellm.tool_calls.formats import ARGUMENT_END, ARGUMENT_TAG, FUNCTION_END, FUNCTION_TAG, ToolFormat
 from edgellm.tool_calls.values import is_object, json_text, typed_text
 
-#: So many letters and digits, which every template takes.
-_ID_LENGTH = 9
-_ID_CHARACTERS = string.ascii_letters + string.digits
-
 
 @dataclass
 class OpenCall:
     """A call whose name is known: it is shown from then on, its arguments as they come, as pieces of JSON text."""
 
     name: str
-    id: str = field(default_factory=lambda: "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)))
+    #: Nine letters and digits, which every template takes.
+    id: str = field(
+        default_factory=lambda: "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    )
     pieces: list[str] = field(default_factory=list)
     is_broken: bool = False
 
