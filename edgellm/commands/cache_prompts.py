@@ -29,8 +29,6 @@ from edgellm.snapshots.system_prompt import Tools, checked_template_inputs, prom
 if TYPE_CHECKING:
     from edgellm.commands.settings import Settings
 
-#: Of a text in an error no more characters are shown.
-_LONGEST_SHOWN = 100
 _KEYS = ("name", "prompt", "file", "lora", "output")
 
 
@@ -117,13 +115,9 @@ def adapter_directories(prompts: Sequence[CachePrompt]) -> dict[str, Path]:
     """The directories of adapters beside the engine directory's, by name. RequestError where two have one name."""
     found: dict[str, Path] = {}
     for prompt in prompts:
-        if prompt.adapter is not None and prompt.adapter_directory is not None:
-            directory = found.setdefault(prompt.adapter, prompt.adapter_directory)
-            if directory != prompt.adapter_directory:
-                raise RequestError(
-                    f"the adapter {prompt.adapter!r} is {directory} and {prompt.adapter_directory}: give one of them "
-                    "another name"
-                )
+        name, directory = prompt.adapter, prompt.adapter_directory
+        if name is not None and directory is not None and (first := found.setdefault(name, directory)) != directory:
+            raise RequestError(f"the adapter {name!r} is {first} and {directory}: give one of them another name")
     return found
 
 
@@ -159,10 +153,9 @@ class SnapshotOnDisk:
         facts, binding = self.found.facts, self.found.facts.binding
         drafted = ", draft" if binding.has_draft else ""
         adapted = "" if binding.adapter == NONE else f", adapter {binding.adapter[:8]}"
-        return (
-            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {mebibytes(self.found.nbytes):>13}  "
-            f"{binding.backend} {binding.dtype}{drafted}{adapted}, {printable(facts.model)}"
-        )
+        size = f"{facts.tokens:>7,} tokens {mebibytes(self.found.nbytes):>13}"
+        computed = f"{binding.backend} {binding.dtype}{drafted}{adapted}"
+        return f"{printable(facts.label):<42}{size}  {computed}, {printable(facts.model)}"
 
 
 def snapshot_files(folder: Path) -> list[SnapshotOnDisk]:
@@ -187,18 +180,15 @@ def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
     if len(found) == 1:
         return found[0]
     if found:
-        raise RequestError(
-            f"{name!r} may be {', '.join(printable(item.path.stem) for item in found)}: write more of one of them"
-        )
-    path = user_path(name)
+        stems = ", ".join(printable(item.path.stem) for item in found)
+        raise RequestError(f"{name!r} may be {stems}: write more of one of them")
+    path, shown = user_path(name), "edgellm cache list shows them"
     if not name or not os.path.lexists(path):
-        raise RequestError(
-            f"there is no snapshot {name!r}, neither a file nor in {folder}: edgellm cache list shows them"
-        )
+        raise RequestError(f"there is no snapshot {name!r}, neither a file nor in {folder}: {shown}")
     if is_snapshot_path(name):
         return read_snapshot_file(path)
     hint = f"the file of that name is written {os.curdir}{os.sep}{name}"
-    raise RequestError(f"there is no snapshot {name!r} in {folder} ({hint}): edgellm cache list shows them")
+    raise RequestError(f"there is no snapshot {name!r} in {folder} ({hint}): {shown}")
 
 
 def with_cached_prompt(
@@ -235,10 +225,8 @@ def with_cached_prompt(
 
 def _another(name: str, cached: Any, what: str, given: Any, origin: str) -> RequestError:
     """The error for a snapshot that was made of something else than what is given beside it."""
-    found, wanted = (
-        text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-        for text in (repr(value) if isinstance(value, str) else json.dumps(value) for value in (cached, given))
-    )
+    texts = (repr(value) if isinstance(value, str) else json.dumps(value) for value in (cached, given))
+    found, wanted = (text if len(text) <= 100 else f"{text[:100]}..." for text in texts)
     return RequestError(
         f"the snapshot {name!r} is of the {what} {found}, but {wanted} is given ({origin}): leave one of them out "
         "(--no-system-cache is no snapshot), or make a snapshot for the other (edgellm cache build)"

@@ -325,10 +325,8 @@ def _load(state: ChatState, argument: str) -> None:
 @_command("/stats", "counts and speeds of the last answer and of this session")
 def _stats(state: ChatState, argument: str) -> None:
     llm, response = state.llm, state.last_response
-    lines = [
-        f"model: {model_name(llm)} ({llm.directory.config.family}), {llm.backend_name} backend, "
-        f"context {llm.context_length} tokens"
-    ]
+    model = f"model: {model_name(llm)} ({llm.directory.config.family}), {llm.backend_name} backend"
+    lines = [f"{model}, context {llm.context_length} tokens"]
     if llm.adapters:
         lines.append(adapters_in_words(llm.adapters, state.conversation.adapter))
     if response is None:
@@ -345,10 +343,8 @@ def _stats(state: ChatState, argument: str) -> None:
             lines.append(f"draft chosen: {report.reason}")
     if llm.has_vision_model:
         counts = llm.metrics()["multimodal"]
-        lines.append(
-            f"images: {counts['images']} in prompts, {counts['reused_images']} of them encoded before, "
-            f"{counts['image_tokens']} tokens, encoded in {counts['seconds']:.2f} s"
-        )
+        seen = f"images: {counts['images']} in prompts, {counts['reused_images']} of them encoded before"
+        lines.append(f"{seen}, {counts['image_tokens']} tokens, encoded in {counts['seconds']:.2f} s")
     lines.append(f"session: {number_of(state.answers, 'answer')}, {number_of(state.answer_tokens, 'token')}")
     state.say("\n".join(lines))
 

@@ -240,12 +240,9 @@ def statistics_line(response: Response, context_length: int) -> str:
     usage, timings = response.usage, response.timings
     speed = timings.tokens_per_second(usage.completion_tokens)
     tokens = number_of(usage.completion_tokens, "token")
-    parts = [
-        f"{tokens}, {speed:.1f} tokens/s" if speed else tokens,
-        f"context {usage.prompt_tokens + usage.completion_tokens}/{context_length}",
-        f"ended by {response.finish_reason}",
-    ]
-    return "[" + " | ".join(parts) + "]"
+    rate = f", {speed:.1f} tokens/s" if speed else ""
+    context = f"context {usage.prompt_tokens + usage.completion_tokens}/{context_length}"
+    return f"[{tokens}{rate} | {context} | ended by {response.finish_reason}]"
 
 
 def statistics_lines(response: Response, context_length: int) -> Iterator[str]:
@@ -255,10 +252,8 @@ def statistics_lines(response: Response, context_length: int) -> Iterator[str]:
     computed, prefill = usage.prompt_tokens - usage.reused_tokens, timings.prefill_seconds
     speed = f", {computed / prefill:.0f} tokens/s" if prefill > 0 else ""
     reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
-    yield (
-        f"prompt: {number_of(usage.prompt_tokens, 'token')}{reused}, {computed} computed in {prefill:.2f} s{speed}, "
-        f"first token after {timings.time_to_first_token:.2f} s"
-    )
+    prompt = f"{number_of(usage.prompt_tokens, 'token')}{reused}, {computed} computed in {prefill:.2f} s{speed}"
+    yield f"prompt: {prompt}, first token after {timings.time_to_first_token:.2f} s"
     if response.drafting is not None:
         yield f"drafting: {drafting_in_words(response.drafting)}"
 

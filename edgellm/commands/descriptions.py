@@ -44,10 +44,8 @@ def mixers_in_words(config: Mapping[str, Any]) -> str:
     }
     if config["delta_heads"]:
         keys, values, key_size, size = config["delta_heads"]
-        words["delta"] = (
-            f"of the gated delta rule ({keys} key heads of {key_size}, {values} value heads of {size}, behind "
-            f"convolutions over {config['conv_width']} tokens)"
-        )
+        heads = f"{keys} key heads of {key_size}, {values} value heads of {size}"
+        words["delta"] = f"of the gated delta rule ({heads}, behind convolutions over {config['conv_width']} tokens)"
         words["mamba"] = f"of Mamba-2 ({values} heads of {size}, {keys} groups, states of {key_size})"
     return ", ".join(f"{count} {words[kind]}" for kind, count in Counter(config["layer_kinds"]).items())
 
@@ -56,10 +54,8 @@ def mixture_in_words(config: Mapping[str, Any]) -> str:
     """The mixture of experts of a `DecoderConfig` as a dictionary."""
     mixture = config["mixture"]
     layers = config["num_layers"] - len(mixture["dense_layers"])
-    return (
-        f"{layers} with mixtures of {mixture['experts']} experts of {mixture['size']}, {mixture['chosen']} for each "
-        "token"
-    )
+    experts = f"{mixture['experts']} experts of {mixture['size']}"
+    return f"{layers} with mixtures of {experts}, {mixture['chosen']} for each token"
 
 
 def draft_in_words(config: dict[str, Any]) -> str:
@@ -125,9 +121,8 @@ def sizes_in_words(shapes: Sequence[EngineShape], every: Collection[tuple[int, i
     batches: dict[int, list[int]] = {}
     for tokens, batch in sorted({(shape.tokens, shape.batch) for shape in shapes}):
         batches.setdefault(tokens, []).append(batch)
-    return ", ".join(
-        f"{tokens}"
-        if len(found) == sum(other == tokens for other, _ in every)
-        else f"{tokens} (batch {', '.join(map(str, found))})"
-        for tokens, found in batches.items()
-    )
+    texts = []
+    for tokens, found in batches.items():
+        is_all = len(found) == sum(other == tokens for other, _ in every)
+        texts.append(f"{tokens}" if is_all else f"{tokens} (batch {', '.join(map(str, found))})")
+    return ", ".join(texts)

@@ -62,16 +62,14 @@ def generate(given: GenerateOptions) -> None:
     if raw and given.images:
         raise typer.BadParameter("has no place for images: leave --raw out", param_hint="--raw")
     if raw and (given.has_system_prompt or given.chat_template is not None):
-        raise typer.BadParameter(
-            "takes no system prompt and no chat template: write all into the prompt", param_hint="--raw"
-        )
+        message = "takes no system prompt and no chat template: write all into the prompt"
+        raise typer.BadParameter(message, param_hint="--raw")
     if raw and any(asked):
         raise typer.BadParameter("has no chat template: leave tools and template variables out", param_hint="--raw")
     settings, tools, variables = with_cached_prompt(chosen_settings(given), given, *asked)
     if given.lora and settings.adapter is None:
-        raise typer.BadParameter(
-            "loads an adapter: choose the one that answers with --adapter NAME", param_hint="--lora"
-        )
+        message = "loads an adapter: choose the one that answers with --adapter NAME"
+        raise typer.BadParameter(message, param_hint="--lora")
     text = read_prompt(given.prompt, given.file)
     structure, logprobs = given.structure(), given.logprobs
     params = replace(sampling_params(settings).seeded(), logprobs=logprobs, structure=structure)

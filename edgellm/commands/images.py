@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Files with these names are taken for images where they are dropped; `/image` reads any name.
 SUFFIXES = frozenset(
-    (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm")
+    [".png", ".jpg", ".jpeg", ".jpe", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm"]
 )
 #: How a URL begins, whose second slash a path has lost.
 _URL = re.compile(r"(https?|data):", re.IGNORECASE)

@@ -94,15 +94,9 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
         encoders |= vision_memory(vision.config, limits.image_rows, computed, video_tokens=directory.video_tokens)
     draft_config = None if draft is None else draft.config
     state = recurrent_bytes(decoder_states(config), 1)  # of one place of a text
+    weights, more = decoder_weights(config), packed_memory(directory.models, layouts, directory.dtype) | planned
     memory = plan_memory(
-        config,
-        limits,
-        decoder_weights(config),
-        computed,
-        packed_memory(directory.models, layouts, directory.dtype) | planned,
-        draft=draft_config,
-        adapters=limits.has_lora,
-        vision_memory=encoders,
+        config, limits, weights, computed, more, draft=draft_config, adapters=limits.has_lora, vision_memory=encoders
     )
     if verify:
         differences += [problem for platform in platforms for problem in platform["problems"]]
@@ -130,7 +124,7 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
         "heads": _head_facts(directory),
         "memory": memory.items,
         "memory_by_gpu": [],
-        "float32_weights": sum(weight_bytes(spec, "float32") for spec in decoder_weights(config)),
+        "float32_weights": sum(weight_bytes(spec, "float32") for spec in weights),
         "host_memory": {
             KEPT_ROWS: PREEMPTION_BUDGET,
             "token": token_bytes(config, limits, computed, draft_config),
@@ -213,11 +207,8 @@ def _part_facts(
     config: ModelConfig, files: Mapping[str, FileDigest], more: Sequence[WeightSpec] = ()
 ) -> dict[str, Any]:
     """What there is of a draft or a vision encoder, which has `more` weights on the host."""
-    return {
-        "config": asdict(config),
-        "parameters": _parameters([*model_weights(config), *more]),
-        "weights": {name: file.size for name, file in files.items() if is_weight_file(name)},
-    }
+    sizes = {name: file.size for name, file in files.items() if is_weight_file(name)}
+    return {"config": asdict(config), "parameters": _parameters([*model_weights(config), *more]), "weights": sizes}
 
 
 def packed_facts(directory: EngineDirectory) -> dict[str, Any]:
@@ -237,24 +228,16 @@ def _head_facts(directory: EngineDirectory) -> dict[str, Any]:
     config = directory.config
     if HEAD_FILE not in directory.files:
         return {}
-    return {
-        "base": {
-            "head": config.head,
-            "format": str(head_format(config.head, config.hidden_size, directory.dtype)),
-            "bytes": directory.files[HEAD_FILE].size,
-            "embeds": config.embeds_by_head,
-        }
-    }
+    form, size = str(head_format(config.head, config.hidden_size, directory.dtype)), directory.files[HEAD_FILE].size
+    return {"base": {"head": config.head, "format": form, "bytes": size, "embeds": config.embeds_by_head}}
 
 
 def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[plan_files.Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     # Shapes are the same for all that have kernels.
     shapes = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_80", True, packed)
-    places = [
-        directory.plans_path,
-        *(plan_files.cached_plans_path(plan_files.directory_network(directory, shape)) for shape in shapes),
-    ]
+    networks = (plan_files.directory_network(directory, shape) for shape in shapes)
+    places = [directory.plans_path, *map(plan_files.cached_plans_path, networks)]
     found = {platform for place in places for platform, plans in plan_files.platforms_with_plans(place) if plans}
     present = plan_files.present_platform()
     return sorted(found | ({present} if present else set()), key=lambda platform: platform.folder)
@@ -266,9 +249,8 @@ def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform:
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
     for shape in planned_shapes(*described, True, packed):
-        plan, refusals = plan_files.find_plan(
-            directory, shape, platform, plan_files.directory_network(directory, shape)
-        )
+        network = plan_files.directory_network(directory, shape)
+        plan, refusals = plan_files.find_plan(directory, shape, platform, network)
         problems += refusals
         if plan is not None:
             sizes[shape] = len(plan)

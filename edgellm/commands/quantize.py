@@ -70,13 +70,12 @@ def quantize(given: QuantizeOptions) -> None:
             write_note(f"Scales are shared by groups of {group_size}: {largest} does not divide every layer's columns.")
     with Checkpoint.open(checkpoint) as opened:
         is_head = is_eagle_head(opened)
-    options = QuantizationOptions(
-        given.bits, group_size, not given.asymmetric, given.method or ("rtn" if is_head else METHODS[0])
-    )
+    method = given.method or ("rtn" if is_head else METHODS[0])
+    options = QuantizationOptions(given.bits, group_size, not given.asymmetric, method)
     texts: list[list[int]] = []
     if not is_head and (calibration is not None or options.method != "rtn"):
         config = read_decoder_config(checkpoint)
-        entries = installed("calibration") if calibration is None else load_texts(calibration)
+        entries = default_texts() if calibration is None else load_texts(calibration)
         texts = token_pieces(Tokenizer.from_directory(checkpoint, config.vocab_size), entries)
     arithmetic = open_arithmetic(given.backend)
     try:
@@ -92,6 +91,11 @@ def quantize(given: QuantizeOptions) -> None:
 
 #: A text, or a conversation.
 Text = str | list[dict[str, Any]]
+
+
+def default_texts() -> list[Text]:
+    """Those of `configs/calibration.yaml`."""
+    return installed("calibration")
 
 
 def load_texts(path: Path) -> list[Text]:
@@ -161,9 +165,8 @@ def _chosen_experts(chosen: Mapping[int, Sequence[int]]) -> str:
     counts = sorted(count for layer in chosen.values() for count in layer)
     missed = {index: [expert for expert, count in enumerate(layer) if not count] for index, layer in chosen.items()}
     number = sum(map(len, missed.values()))
-    said = (
-        f"each chosen by {counts[0]:,} to {counts[-1]:,} tokens, half of them by {counts[len(counts) // 2]:,} or more"
-    )
+    median = counts[len(counts) // 2]
+    said = f"each chosen by {counts[0]:,} to {counts[-1]:,} tokens, half of them by {median:,} or more"
     if not number:
         return said
     named = [f"layer {index}: {', '.join(map(str, found))}" for index, found in missed.items() if found]

@@ -177,12 +177,9 @@ async def _serve(
         notifier.tell("STOPPING=1")
         await service.finish(given.shutdown_seconds)
 
-    http = Server(
-        service.app(),
-        (given.host, given.port),
-        ConnectionLimits(given.max_connections, given.header_seconds, given.body_seconds, given.stall_seconds),
-        finish,
-    )
+    seconds = given.header_seconds, given.body_seconds, given.stall_seconds
+    limits = ConnectionLimits(given.max_connections, *seconds)
+    http = Server(service.app(), (given.host, given.port), limits, finish)
     counts = service.counts
     counts.connections, counts.closed_connections = lambda: len(http.server_state.connections), http.closed
     watching = asyncio.ensure_future(_watch(service, http, notifier))

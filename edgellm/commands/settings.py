@@ -209,8 +209,6 @@ def _with_directory(settings: Settings, given: options.NamedModelOptions) -> Set
     if named:
         flag = "draft-checkpoint" if named[0] == "draft" else named[0].replace("_", "-")
         model = settings.model or "the shipped model"
-        raise typer.BadParameter(
-            f"it is for a model that is named as on the hub, ORG/NAME, or in GGUF: {model} is opened as it was built",
-            param_hint=f"--{flag}",
-        )
+        what = "it is for a model that is named as on the hub, ORG/NAME, or in GGUF"
+        raise typer.BadParameter(f"{what}: {model} is opened as it was built", param_hint=f"--{flag}")
     return settings

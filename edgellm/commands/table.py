@@ -83,10 +83,8 @@ class Option:
         except RequestError as error:
             raise typer.BadParameter(str(error)) from error
         if not self.allows(value):
-            expected = (
-                did_you_mean(given, tuple(self.choices)) if self.choices else f": expected {self.in_words(given)}"
-            )
-            raise typer.BadParameter(f"{shown(given)}{expected}")
+            hint = did_you_mean(given, tuple(self.choices)) if self.choices else f": expected {self.in_words(given)}"
+            raise typer.BadParameter(f"{shown(given)}{hint}")
         return user_path(value) if self.type is Path else value
 
     def require_text(self, value: Any) -> None:

@@ -191,7 +191,7 @@ class Writer:
 
     def begin(self) -> Iterator[bytes]:
         """The first events of a stream, sent with its first piece."""
-        raise NotImplementedError
+        return iter(())
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """The events of a piece."""

@@ -134,10 +134,8 @@ class Service:
             for path, answer in answers.items()
         ]
         routes.append(Route(one, self._kept.refuse, methods=["POST"]))
-        app = Starlette(
-            routes=routes,
-            exception_handlers=dict.fromkeys((HTTPException, HTTPError), partial(asgi.refuse, [*shown_as])),
-        )
+        refusals = dict.fromkeys((HTTPException, HTTPError), partial(asgi.refuse, [*shown_as]))
+        app = Starlette(routes=routes, exception_handlers=refusals)
         app.router.redirect_slashes = False
         app.add_middleware(asgi.Guarded, sharing=self.guard.sharing, check=self.check, count=self.count)
         return app
@@ -334,9 +332,8 @@ class Service:
         return JSONResponse({"status": "success"})
 
     async def _input_items(self, request: Request) -> Response:
-        listed = await self._readers.run(
-            self.guard.client(request.scope), lambda: self._kept.input_items(request), is_large=True
-        )
+        client = self.guard.client(request.scope)
+        listed = await self._readers.run(client, lambda: self._kept.input_items(request), is_large=True)
         return Response(listed, media_type=JSONResponse.media_type)
 
     async def _what_there_is(self, request: Request) -> Response:

@@ -269,9 +269,7 @@ class Fields:
     def take_object(self, name: str, used: str) -> Any:
         """An object of which the field `used` alone changes an answer, None without it; what else it has is told."""
         given = self.take(name, dict)
-        self.ignored += [
-            f"{name}.{each}" for each, value in (given or {}).items() if each != used and value is not None
-        ]
+        self.ignored += [f"{name}.{key}" for key, value in (given or {}).items() if key != used and value is not None]
         return given
 
     def thinking(self, effort: Any, name: str) -> dict[str, Any]:

@@ -90,11 +90,9 @@ class Guard:
         host = headers.get("host", "")
         name = host_name(host)
         if name is None or not (name in self.hosts or (self.any_address and _address(name) is not None)):
-            message = (
-                f"the host {shown(host)[:200]} is not one that this server answers for: expected "
-                f"{', '.join(sorted(self.hosts))} (--allowed-host adds one)"
-            )
-            raise HTTPError(421, message, code="wrong_host")
+            asked, expected = shown(host)[:200], ", ".join(sorted(self.hosts))
+            message = f"the host {asked} is not one that this server answers for: expected {expected}"
+            raise HTTPError(421, f"{message} (--allowed-host adds one)", code="wrong_host")
         origin = headers.get("origin")
         own = f"http://{host.lower()}", f"https://{host.lower()}"
         if origin is not None and origin.lower().rstrip("/") not in (*self.origins, *own):

@@ -194,9 +194,8 @@ def _asked(name: HubName, revision: str, api: HfApi, progress: Progress) -> Down
         return sorted(set(read_index(index.folder / INDEX_FILE).get("weight_map", "dict").values()))
 
     chosen = chosen_files(name, {file: each.size for file, each in files.items()}, shards)
-    return replace(
-        whole, files={file: whole.files[file] for file in chosen}, encoders=encoders_beside(chosen[0], files)
-    )
+    own = {file: whole.files[file] for file in chosen}
+    return replace(whole, files=own, encoders=encoders_beside(chosen[0], files))
 
 
 def _in_cache(name: HubName, revision: str, storage: Path) -> tuple[str, dict[str, HubFile]]:
@@ -221,14 +220,10 @@ def _in_cache(name: HubName, revision: str, storage: Path) -> tuple[str, dict[st
 
 def _with_what_is_missing(download: Download) -> Download:
     """The download with what of each file is not there yet, which is then made here."""
-    files = {
-        name: replace(
-            file,
-            link=file.link or not (download.folder / name).exists(),
-            blob=file.blob or not download.blob(name).exists(),
-        )
-        for name, file in download.files.items()
-    }
+    files = {}
+    for name, file in download.files.items():
+        link, blob = not (download.folder / name).exists(), not download.blob(name).exists()
+        files[name] = replace(file, link=file.link or link, blob=file.blob or blob)
     return replace(download, files=files)
 
 

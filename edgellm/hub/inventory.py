@@ -92,9 +92,8 @@ def existing_directory(model: str | Path) -> Path:
     if len(found) == 1:
         return found[0].path
     if not found:
-        raise HubError(
-            f"there is no directory of {name} yet: edgellm chat {name} makes one, as do the others that ask it"
-        )
+        makes_one = f"edgellm chat {name} makes one, as do the others that ask it"
+        raise HubError(f"there is no directory of {name} yet: {makes_one}")
     listed = "".join(f"\n  {each.path}" for each in found)
     raise HubError(f"there are {len(found)} directories of {name}, of several commits or builds: name one.{listed}")
 

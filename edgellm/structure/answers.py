@@ -115,9 +115,8 @@ class RuleMaker:
             if self._vocabulary is None:
                 from edgellm.structure.grammar import GrammarVocabulary
 
-                self._vocabulary = GrammarVocabulary.of_tokenizer(
-                    self._tokenizer, self._vocab_size, self._eos_token_ids
-                )
+                described = self._tokenizer, self._vocab_size, self._eos_token_ids
+                self._vocabulary = GrammarVocabulary.of_tokenizer(*described)
             return self._vocabulary
 
     def _word_ids(self, words: Sequence[str | Sequence[int]]) -> list[list[int]]:
@@ -135,6 +134,5 @@ class RuleMaker:
 
     def _check_ids(self, name: str, token_ids: Any) -> None:
         if beyond := [each for each in token_ids if each >= self._vocab_size]:
-            raise RequestError(
-                f"{name} has the token id {beyond[0]}: the model's vocabulary has {self._vocab_size}, from 0 on"
-            )
+            expected = f"the model's vocabulary has {self._vocab_size}, from 0 on"
+            raise RequestError(f"{name} has the token id {beyond[0]}: {expected}")

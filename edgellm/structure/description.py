@@ -68,9 +68,8 @@ class Structure:
         if self.json is False:
             given.append("json")
         if len(given) != 1:
-            raise RequestError(
-                f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_NAMES)}"
-            )
+            found = " and ".join(given) or "nothing"
+            raise RequestError(f"a structure has {found}: expected one of {', '.join(_NAMES)}")
         space, known = self.whitespace, get_args(Whitespace)
         require(isinstance(space, str) and space in known, "whitespace", space, f"one of {', '.join(known)}")
         if self.choice is not None:

@@ -56,9 +56,8 @@ class Grammar:
         self.generation = 0
         #: Masks, and the first `MOST_FORCED` forced tokens, by the tokens before: llguidance has no name for a state.
         #: Different answers and the trees of different rounds share them.
-        self.masks: RecentlyUsed[tuple[int, ...], np.ndarray] = RecentlyUsed(
-            max(1, MASK_BYTES // self.ending_mask.nbytes)
-        )
+        most = max(1, MASK_BYTES // self.ending_mask.nbytes)
+        self.masks: RecentlyUsed[tuple[int, ...], np.ndarray] = RecentlyUsed(most)
         self.forced: RecentlyUsed[tuple[int, ...], list[int]] = RecentlyUsed(FORCED_PLACES)
 
     def matcher(self) -> tuple[LLMatcher, int]:
@@ -315,9 +314,8 @@ class GrammarVocabulary:
             raise RequestError(f"{what} cannot be begun by any answer, or takes too much work: {error}") from error
         seconds = time.thread_time() - began
         if seconds > COMPILE_SECONDS:
-            raise RequestError(
-                f"{what} took {seconds:.1f} seconds to compile, of {COMPILE_SECONDS:g}: ask for a simpler one"
-            )
+            taken = f"{seconds:.1f} seconds to compile, of {COMPILE_SECONDS:g}"
+            raise RequestError(f"{what} took {taken}: ask for a simpler one")
         return compiled
 
 

@@ -199,13 +199,12 @@ def media_of_messages(messages: Sequence[dict[str, Any]]) -> list[MediaReference
 
 def media_of_prompt(kind: str, pieces: Sequence[Any]) -> list[MediaReference]:
     """The pieces of a kind of a prompt: each as `read_image` or `heard` takes it, a URL, or a part of a message."""
-    named = [(piece, f"{kind} {number}") for number, piece in enumerate(pieces, 1)]
-    return [
-        media_of_part(each, kind, name)
-        if media_kind(each) == kind
-        else MediaReference(each, isinstance(each, str), "RGB", name, kind)
-        for each, name in named
-    ]
+    found = []
+    for number, piece in enumerate(pieces, 1):
+        name = f"{kind} {number}"
+        reference = MediaReference(piece, isinstance(piece, str), "RGB", name, kind)
+        found.append(media_of_part(piece, kind, name) if media_kind(piece) == kind else reference)
+    return found
 
 
 def part_name(message_number: int, part_number: int, message: dict[str, Any]) -> str:
@@ -289,9 +288,8 @@ def _checked_function(function: dict[str, Any], place: str) -> dict[str, Any]:
         if key in function:
             require_kind(isinstance(function[key], kind), f"{place}.{key}", function[key], expected)
     if not function.get("name"):
-        raise RequestError(
-            f"{place}.name is {'empty' if 'name' in function else 'missing'}: expected a function's name"
-        )
+        found = "empty" if "name" in function else "missing"
+        raise RequestError(f"{place}.name is {found}: expected a function's name")
     return function
 
 

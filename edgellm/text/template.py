@@ -136,9 +136,8 @@ class ChatTemplate:
     def _name(self, with_tools: bool) -> str:
         name = "tool_use" if with_tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
-            raise TemplateError(
-                f"{self.origin} has the chat templates {', '.join(sorted(self.sources))}, but none named 'default'"
-            )
+            names = ", ".join(sorted(self.sources))
+            raise TemplateError(f"{self.origin} has the chat templates {names}, but none named 'default'")
         return name
 
     def trials(self, with_tools: bool = False) -> TemplateTrials:

@@ -66,9 +66,8 @@ class Tokenizer:
         missing = [text for text in named if text not in special and tokenizer.token_to_id(text) is not None]
         if missing:
             tokenizer.add_special_tokens(missing)
-        self._special = {
-            token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token_id: token for token_id, token in added.items() if token.special}
         self._special_pattern = _pattern(token.content for token in self._special.values())
         self._matched_after_normalizing = any(token.normalized for token in self._special.values())
         self.special_token_ids = frozenset(self._special)
@@ -85,19 +84,15 @@ class Tokenizer:
                 "the model (convert a tokenizer.model with transformers: AutoTokenizer.from_pretrained(...)"
                 ".save_pretrained(...))"
             )
-        parsed = (
-            read_tokenizer(path, EngineDirectoryError)
-            if vocab_size is None
-            else check_tokenizer_file(path, vocab_size, EngineDirectoryError)
-        )
+        if vocab_size is None:
+            parsed = read_tokenizer(path, EngineDirectoryError)
+        else:
+            parsed = check_tokenizer_file(path, vocab_size, EngineDirectoryError)
         config = read_json_object(directory / "special_tokens_map.json")
         config |= read_json_object(directory / "tokenizer_config.json")
-        return cls(
-            parsed,
-            {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None},
-            _additional_special_tokens(config, directory),
-            ChatTemplate.from_directory(directory, config),
-        )
+        named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+        additional = _additional_special_tokens(config, directory)
+        return cls(parsed, named, additional, ChatTemplate.from_directory(directory, config))
 
     @property
     def vocab_size(self) -> int:
@@ -179,11 +174,8 @@ class Tokenizer:
         except RecursionError as error:
             raise RequestError("messages, tools or variables are nested too deeply, or hold themselves") from error
         calls = EarlierCalls(given, self.write_calls, template)
-        rendered = calls.put_into(
-            template.render(
-                calls.values, self.special_tokens, add_generation_prompt=add_generation_prompt and final is None
-            )
-        )
+        begins = add_generation_prompt and final is None
+        rendered = calls.put_into(template.render(calls.values, self.special_tokens, add_generation_prompt=begins))
         if final is not None:
             rendered = final.cut(rendered, given["messages"][-1])
         rendered = self.write_images(rendered)
