@@ -151,7 +151,7 @@ def test_a_share_of_the_logits_has_every_token_and_every_id(tokens: int, each: i
     np.testing.assert_array_equal(expected[known], logits[known])
     assert largest_difference(logits, expected) == 0
     wrong = logits.copy()
-    wrong[1, 3, 11] += 2
+    wrong[1, 3, 3] += 2
     assert largest_difference(wrong, expected) == pytest.approx(2, rel=1e-6)
     wrong[0, 0, 1] = np.nan  # where nothing is expected
     with pytest.raises(AssertionError):

@@ -2,7 +2,8 @@
 
 `Array` is a NumPy array (float32 where the device has the compute dtype) for the twins `NumpyDecodeKernels` and
 `NumpyTiledKernels` (`tests/helpers/decode_twins.py`), which define what is computed, and a `DeviceArray` for the
-launchers. R rows stand for the new tokens of all sequences: B in a decode step, B T in a verify or draft step. "compute" is the model's dtype, float16 or bfloat16.
+launchers. R rows stand for the new tokens of all sequences: B in a decode step, B T in a verify or draft step.
+"compute" is the model's dtype, float16 or bfloat16.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def packed(data: bytes) -> bytes:
 
 
 def share_of(shape: Sequence[int]) -> str:
-    """Which of `SHARES` of values [.., T, V] is stored: the smallest in which each V is of some token, else an eighth."""
+    """Which of `SHARES` of values [.., T, V] is stored: the smallest that has each V, else an eighth."""
     return ".sixteenth" if shape[-2] >= 16 and shape[-1] % 16 == 0 else ".eighth"
 
 
