@@ -33,7 +33,6 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.engines.model.sharding import Range
-from edgellm.engines.model.steps import Assemble
 from edgellm.kernels.acceptance.contract import MAXIMUM_ACCEPTED
 from edgellm.kernels.acceptance.launcher import ADVANCE, CudaAcceptance
 from edgellm.kernels.arrays import Array, DeviceArray
@@ -285,7 +284,7 @@ class RankedKernelEngine(Engine):
         program = engines[0].program
         self._weights, self._outputs = program.weights.keys(), program.outputs
         #: What all ranks put out together, in the memory of the first.
-        self._assembled = {step.output for step in program.steps if isinstance(step, Assemble)}
+        self._assembled = {step.output for step in program.steps if step.gathers}
         names = *program.inputs, *((SCALES,) if program.adapted else ())
         self._inputs = [name for name in names if name != "attention_mask" or self.reads_attention_mask]
         self._given: list[dict[str, DeviceArray]] = [{} for _ in engines]

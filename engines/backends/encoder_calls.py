@@ -201,7 +201,7 @@ class EncoderCalls:
     def _clip(self, step: encoder_steps.Clip, number: int) -> Place:
         """Rounded where linear layers alone take it."""
         values = [self._values[name] for name, _ in step.parts]
-        rounds = all(isinstance(each, NormLinear) for each in self._readers(step.output, number))
+        rounds = all(each.multiplies is not None for each in self._readers(step.output, number))
         width = sum(value.shape[1] for value in values)
         output, column = self._buffer((values[0].shape[0], width), "compute" if rounds else "float32"), 0
         for value, (_, bounds) in zip(values, step.parts, strict=True):

@@ -7,8 +7,9 @@ the norm or into the rows of the linear layer that makes the input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,10 @@ class Folding:
     start: int = 0
 
 
+_Rows = Mapping[str, Folding | None]
+_Scaled = Iterable[tuple[Linear, Folding | None]]
+
+
 def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
     """A layer's linear layers, by their names, whose input can be scaled.
 
@@ -44,29 +49,56 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
     What all experts take is not scaled: its norm is the router's, too. Nor is what `down` takes of experts with
     `Mixture.limit`, or without gates: limits, the 1 that is added and squares do not scale.
     """
-    makers: dict[str, Step] = {}
+    rows: dict[str, Folding | None] = {}  # by the values whose columns are products of them
     found: dict[str, Folding] = {}
     for step in steps:
-        if isinstance(step, NormLinear) and len(step.inputs) == 1 and len(step.inputs[0].norms) == 1:
-            found[step.linear.name] = Folding(norm=step.inputs[0].norms[0])
-        elif isinstance(step, LinearResidual):
-            maker = makers.get(step.value)
-            if isinstance(maker, Attention) and maker.heads[0] == maker.heads[1]:
-                projection = makers[maker.value]
-                if isinstance(projection, NormLinear) and projection.into is None:
-                    heads, kv_heads, size = maker.heads
-                    before = (2 * heads if maker.gated else heads) + kv_heads
-                    found[step.linear.name] = Folding(linear=projection.linear, start=before * size)
-            elif isinstance(maker, NormLinear) and maker.gated:
-                start = maker.linear.weight.shape[0] // 2
-                found[step.linear.name] = Folding(linear=maker.linear, start=start)
-        elif isinstance(step, Experts):
-            scalable = [] if step.mixture.activation.kind != "gated" else expert_linears(step)
-            for gate_up, down in (*scalable, *([step.shared[:2]] if step.shared and step.mixture.gated else [])):
-                found[down.name] = Folding(linear=gate_up, start=gate_up.weight.shape[0] // 2)
-        if not isinstance(step, NormParts):  # behind attention there are the columns that it leaves as they are
-            makers[step.output] = step
+        kind = type(step)
+        scaled = _SCALED[kind](step, rows) if kind in _SCALED else ()
+        found |= {linear.name: place for linear, place in scaled if place is not None}
+        rows[step.output] = _ROWS[kind](step, rows) if kind in _ROWS else None
     return found
+
+
+def _behind_norm(step: NormLinear, rows: _Rows) -> _Scaled:
+    is_one = len(step.inputs) == len(step.inputs[0].norms) == 1
+    return [(step.linear, Folding(norm=step.inputs[0].norms[0]))] if is_one else []
+
+
+def _in_mixture(step: Experts, rows: _Rows) -> _Scaled:
+    pairs: list[Any] = [] if step.mixture.activation.kind != "gated" else [*expert_linears(step)]
+    pairs += [step.shared[:2]] if step.shared and step.mixture.gated else []
+    return [(down, _up_rows(gate_up)) for gate_up, down in pairs]
+
+
+def _up_rows(gate_up: Linear) -> Folding:
+    return Folding(linear=gate_up, start=gate_up.weight.shape[0] // 2)
+
+
+def _projected_rows(step: NormLinear, rows: _Rows) -> Folding | None:
+    if step.gated:
+        return _up_rows(step.linear)
+    return Folding(linear=step.linear) if step.activation is None and step.into is None else None
+
+
+def _value_rows(step: Attention, rows: _Rows) -> Folding | None:
+    (heads, kv_heads, size), projected = step.heads, rows.get(step.value)
+    if heads != kv_heads or projected is None:
+        return None
+    return replace(projected, start=((2 * heads if step.gated else heads) + kv_heads) * size)
+
+
+#: Of each kind of step the linear layers whose input can be scaled, by the rows that values are made by.
+_SCALED: dict[type, Callable[[Any, _Rows], _Scaled]] = {
+    NormLinear: _behind_norm,
+    LinearResidual: lambda step, rows: [(step.linear, rows.get(step.value))],
+    Experts: _in_mixture,
+}
+#: Of each kind of step the rows whose products its output has in its columns.
+_ROWS: dict[type, Callable[[Any, _Rows], Folding | None]] = {
+    NormLinear: _projected_rows,
+    Attention: _value_rows,
+    NormParts: lambda step, rows: rows.get(step.value),  # behind attention are the columns that it leaves as they are
+}
 
 
 def expert_linears(step: Experts) -> list[tuple[Linear, Linear]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Input, Keep, Linear, LinearResidual, Norm, NormLinear
+from edgellm.engines.model.steps import Input, Keep, Linear, LinearResidual, Norm, NormLinear, Step
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import AddedTo, Kept, LinearAdapters, LinearWeights, NormedInput, padded_columns
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
@@ -138,10 +138,13 @@ class Launching:
         """Where a step keeps what it read."""
         return None if keep is None else Kept(self.array(keep.target), keep.place, keep.raw)
 
-    def copy_kept(self, keep: Keep, values: Array) -> Any:
-        """The launch that keeps values which their step does not keep."""
+    def keeping(self, step: Step) -> list[Any]:
+        """The launch that keeps what a step is to keep, where that is a launch of its own."""
+        if step.keeps is None or step.kept_value is None:
+            return []
+        values = self.array(step.kept_value)
         any_place = self.shared(JOINED_INPUTS, values.size // values.shape[-1], values.shape[-1])
-        return self.kernels.few.norm(NormedInput(values, None), any_place, 0, self.kept(keep))
+        return [self.kernels.few.norm(NormedInput(values, None), any_place, 0, self.kept(step.keeps))]
 
     def together(
         self, step: NormLinear, padded: bool, next_early: bool = True, arranged: InputPermutation | None = None
@@ -180,7 +183,7 @@ class Launching:
         (given,), columns, keep = step.inputs, step.linear.weight.shape[1], step.keep
         launches, values = list[Any](), self.array(given.value)
         if keep is not None and keep.raw:
-            launches.append(self.copy_kept(keep, values))
+            launches += self.keeping(step)
             keep = None
         launches.append(self.norm_rows(values, given.norms[0], packed, next_early))
         if keep is not None or arranged is not None:

@@ -62,25 +62,19 @@ class _AnyLinear(implementation.Implementation[Any]):
 
     def scratch(self, step: Layer, program: Program) -> Edge:
         found, (rows, width) = super().scratch(step, program), self._rows_of(step, program)
-        columns, keep = step.linear.weight.shape[1], step.keep
-        if isinstance(step, LinearResidual):
-            given, kept_width = (
-                rows if step.residual is None else math.prod(program.kinds[step.residual][0][:-1]),
-                width,
-            )
-            joined = given * width if keep is not None and _keeps_apart(step) else 0
+        kept = implementation.kept_scratch(step, program)
+        if not step.prepares:
+            kept |= {} if _keeps_apart(step) else {JOINED_INPUTS: ((0,), "compute")}
             found |= {} if step.norm is None else {UNNORMED: ((rows * width,), "float32")}
             found |= launching.other_place(step, program)
         else:
-            given, kept_width = math.prod(program.kinds[step.inputs[-1].value][0][:-1]), columns // len(step.inputs)
-            joined = given * padded_columns(columns)
+            given = math.prod(program.kinds[step.kept_value][0][:-1])
+            kept[JOINED_INPUTS] = (given * padded_columns(step.linear.weight.shape[1]),), "compute"
             found |= dict.fromkeys(found, ((rows, width), "float32" if step.activation is None else "compute"))
             inserts_apart = step.into is not None and step.linear.name in program.adapted
             if inserts_apart or (step.activation is not None and (not step.gated or _has_runs(step, program))):
                 found[SUMS] = ((rows * step.linear.weight.shape[0],), "float32")
-        if keep is not None:
-            found[keep.target] = ((given, kept_width), "compute")
-        return found | {JOINED_INPUTS: ((joined,), "compute")}
+        return found | kept
 
     def joins(self, step: Layer, run: Launching) -> bool:
         linear = LinearWeights(run.array(step.linear.weight.name))
@@ -107,7 +101,7 @@ class _AnyLinear(implementation.Implementation[Any]):
 
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
         linear = run.weights(step.linear)
-        if isinstance(step, NormLinear):
+        if step.prepares:
             if step.cap:
                 launches = self.launches(replace(step, cap=0.0), run, next_early)
                 return [*launches, run.kernels.few.cap_rows(run.array(step.output), step.cap)]
@@ -119,8 +113,8 @@ class _AnyLinear(implementation.Implementation[Any]):
         selected = self._selected(step, run)
         x, launches = run.array(step.value), list[Any]()
         launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
-        if step.keep is not None and step.residual is not None and _keeps_apart(step):
-            launches.append(run.copy_kept(step.keep, run.array(step.residual)))
+        if _keeps_apart(step):
+            launches += run.keeping(step)
             step = replace(step, keep=None)
         return [*launches, *self._added(step, run, x, linear, *selected)]
 
@@ -318,7 +312,7 @@ class PromptRows(_AnyLinear):
         return [] if linear.adapters is None else [run.kernels.any_rows.low_products(x, linear, *selected)]
 
     def loads(self, step: Layer, program: Program) -> tuple[Any, ...]:
-        name = "linear_residual" if isinstance(step, LinearResidual) else "gate_up" if step.gated else "linear"
+        name = "gate_up" if step.gated else "linear" if step.prepares else "linear_residual"
         adapted, shape = program.adapted.get(step.linear.name), program.shape
         low_rows = 0 if adapted is None else shape.lora_slots * len(adapted.modules) * shape.lora_rank
         return name, step.linear.weight.shape, low_rows, implementation.packed_layout(step, program)

@@ -13,7 +13,7 @@ from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
-from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SquaresOfParts, SumOfRanks, SumRanks
+from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SquaresOfParts, SumRanks
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
 from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows, TokenInputsInPlace
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
@@ -47,7 +47,7 @@ TABLE: dict[type[steps.Step], tuple[Implementation[Any], ...]] = {
     experts.ChooseExperts: (experts.ChooseByRow(),),
     experts.GateUpExperts: (GateUpSorted(), experts.GateUpPairs()),
     experts.DownExperts: (DownSorted(), experts.DownPairs()),
-    SumRanks: (SumOfRanks(),),
+    steps.Reduce: (SumRanks(),),
     steps.SquareSums: (SquaresOfParts(),),
     steps.AddResidual: (AddNormed(),),
     steps.Assemble: (JoinColumns(),),
