@@ -107,15 +107,12 @@ class _Sharding:
 
     def shard(self) -> Shard:
         kinds: dict[type, Callable[[Any], Sequence[Step] | None]] = {
-            Scale: self._whole,
-            Add: self._whole,
-            TokenInputs: self._whole,
+            **dict.fromkeys((Scale, Add, TokenInputs), self._whole),
             NormLinear: self._norm_linear,
             NormParts: self._norm_parts,
             Attention: self._attention,
             ShortConvolution: self._convolution,
-            GatedDelta: self._rule,
-            SelectiveScan: self._rule,
+            **dict.fromkeys((GatedDelta, SelectiveScan), self._rule),
             GatedNorm: self._gated_norm,
             LinearResidual: self._linear_residual,
             Experts: self._experts,

@@ -37,8 +37,9 @@ class Folding:
     start: int = 0
 
 
+#: Of a step the linear layers whose input can be scaled, and what its output's columns are products of.
+_Found = tuple[Iterable[tuple[Linear, Folding | None]], Folding | None]
 _Rows = Mapping[str, Folding | None]
-_Scaled = Iterable[tuple[Linear, Folding | None]]
 
 
 def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
@@ -52,52 +53,41 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
     rows: dict[str, Folding | None] = {}  # by the values whose columns are products of them
     found: dict[str, Folding] = {}
     for step in steps:
-        kind = type(step)
-        scaled = _SCALED[kind](step, rows) if kind in _SCALED else ()
+        scaled, rows[step.output] = _KINDS[type(step)](step, rows) if type(step) in _KINDS else ((), None)
         found |= {linear.name: place for linear, place in scaled if place is not None}
-        rows[step.output] = _ROWS[kind](step, rows) if kind in _ROWS else None
     return found
 
 
-def _behind_norm(step: NormLinear, rows: _Rows) -> _Scaled:
-    is_one = len(step.inputs) == len(step.inputs[0].norms) == 1
-    return [(step.linear, Folding(norm=step.inputs[0].norms[0]))] if is_one else []
+def _of_norm_linear(step: NormLinear, rows: _Rows) -> _Found:
+    norms, is_linear = step.inputs[0].norms, step.gated or (step.activation is None and step.into is None)
+    scaled = [(step.linear, Folding(norm=norms[0]))] if len(step.inputs) == len(norms) == 1 else []
+    return scaled, _rows_of(step.linear, 2 if step.gated else 0) if is_linear else None
 
 
-def _in_mixture(step: Experts, rows: _Rows) -> _Scaled:
-    pairs: list[Any] = [] if step.mixture.activation.kind != "gated" else [*expert_linears(step)]
-    pairs += [step.shared[:2]] if step.shared and step.mixture.gated else []
-    return [(down, _up_rows(gate_up)) for gate_up, down in pairs]
-
-
-def _up_rows(gate_up: Linear) -> Folding:
-    return Folding(linear=gate_up, start=gate_up.weight.shape[0] // 2)
-
-
-def _projected_rows(step: NormLinear, rows: _Rows) -> Folding | None:
-    if step.gated:
-        return _up_rows(step.linear)
-    return Folding(linear=step.linear) if step.activation is None and step.into is None else None
-
-
-def _value_rows(step: Attention, rows: _Rows) -> Folding | None:
+def _of_attention(step: Attention, rows: _Rows) -> _Found:
     (heads, kv_heads, size), projected = step.heads, rows.get(step.value)
     if heads != kv_heads or projected is None:
-        return None
-    return replace(projected, start=((2 * heads if step.gated else heads) + kv_heads) * size)
+        return (), None
+    return (), replace(projected, start=((2 * heads if step.gated else heads) + kv_heads) * size)
 
 
-#: Of each kind of step the linear layers whose input can be scaled, by the rows that values are made by.
-_SCALED: dict[type, Callable[[Any, _Rows], _Scaled]] = {
-    NormLinear: _behind_norm,
-    LinearResidual: lambda step, rows: [(step.linear, rows.get(step.value))],
-    Experts: _in_mixture,
-}
-#: Of each kind of step the rows whose products its output has in its columns.
-_ROWS: dict[type, Callable[[Any, _Rows], Folding | None]] = {
-    NormLinear: _projected_rows,
-    Attention: _value_rows,
-    NormParts: lambda step, rows: rows.get(step.value),  # behind attention are the columns that it leaves as they are
+def _of_experts(step: Experts, rows: _Rows) -> _Found:
+    pairs: list[Any] = [] if step.mixture.activation.kind != "gated" else [*expert_linears(step)]
+    pairs += [step.shared[:2]] if step.shared and step.mixture.gated else []
+    return [(down, _rows_of(gate_up, 2)) for gate_up, down in pairs], None
+
+
+def _rows_of(linear: Linear, parts: int) -> Folding:
+    """The last of so many equal parts of the rows, or all."""
+    return Folding(linear=linear, start=linear.weight.shape[0] // parts if parts else 0)
+
+
+_KINDS: dict[type, Callable[[Any, _Rows], _Found]] = {
+    NormLinear: _of_norm_linear,
+    LinearResidual: lambda step, rows: ([(step.linear, rows.get(step.value))], None),
+    Attention: _of_attention,
+    Experts: _of_experts,
+    NormParts: lambda step, rows: ((), rows.get(step.value)),  # behind attention are columns that it leaves as they are
 }
 
 

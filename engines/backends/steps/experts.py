@@ -194,7 +194,12 @@ class ChooseByRow(Implementation[ChooseExperts]):
         return {name: program.kinds[name] for name in names[: 2 + (step.gate is not None)]}
 
     def launches(self, step: ChooseExperts, run: Launching, next_early: bool) -> list[Any]:
-        return [run.kernels.experts.choose(*_chosen(step, run))]
+        array, gate = run.array, step.gate
+        correction = None if step.correction is None else array(step.correction.name)
+        shared = None if gate is None else (array(step.given), array(gate.weight.name))
+        routed = _routed(run, step.output, step.shares, None if gate is None else step.shared_shares)
+        choice = Choice(step.mixture.routing, array(step.scores), correction, shared, step.own)
+        return [run.kernels.experts.choose(choice, routed)]
 
 
 class _Pairs(Implementation[Any]):
@@ -259,14 +264,6 @@ def addition_of(step: DownExperts, run: Launching) -> Addition:
     residual, shared = (None if name is None else run.array(name) for name in (step.residual, step.shared))
     routed = _routed(run, step.ids, step.shares, step.shared_shares)
     return Addition(routed, residual, run.array(step.output), step.scale, shared)
-
-
-def _chosen(step: ChooseExperts, run: Launching) -> tuple[Choice, Routed]:
-    array = run.array
-    correction = None if step.correction is None else array(step.correction.name)
-    shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))
-    routed = _routed(run, step.output, step.shares, None if step.gate is None else step.shared_shares)
-    return Choice(step.mixture.routing, array(step.scores), correction, shared, step.own), routed
 
 
 def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:

@@ -49,6 +49,9 @@ class _AnyLinear(implementation.Implementation[Any]):
     #: The most rows that the kernel which multiplies them norms, or rounds, too.
     prepared_rows = 0
     takes_packed = False
+    #: Which of `StepKernels`, and whether products of adapters' A are a launch of their own.
+    kernels = "many"
+    multiplies_low_apart = False
 
     def suits(self, step: Layer, program: Program) -> bool:
         is_packed = implementation.packed_layout(step, program) is not None
@@ -207,11 +210,12 @@ class _AnyLinear(implementation.Implementation[Any]):
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         """The kernels that multiply what is not normed by them."""
-        raise NotImplementedError
+        return getattr(run.kernels, self.kernels)
 
     def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         """What makes the products of adapters' A, where the layer's kernel does not make them itself."""
-        return []
+        apart = self.multiplies_low_apart and linear.adapters is not None
+        return [getattr(run.kernels, self.kernels).low_products(x, linear, *selected)] if apart else []
 
     @staticmethod
     def _selected(step: Layer, run: Launching) -> tuple[Array, ...]:
@@ -222,13 +226,12 @@ class FewRows(_AnyLinear):
     """Up to 16 rows of dense weights, normed inside where that can be."""
 
     name = "kernels of few rows"
+    kernels = "few"
     most_rows = prepared_rows = MAX_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        rows, ranks = (
-            implementation.step_rows(step, program),
-            padded_ranks(program.shape.lora_slots, program.shape.lora_rank),
-        )
+        rows = implementation.step_rows(step, program)
+        ranks = padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
         if step.gated or prepares_inside(step, program):
             count = len(step.inputs)
             widths = [step.linear.weight.shape[1] // count] * count
@@ -244,9 +247,6 @@ class FewRows(_AnyLinear):
         way = _inside if self._is_inside(step, run, linear) else self._normed_apart
         return way(step, run, linear, next_early)
 
-    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
-        return run.kernels.few
-
 
 class ManyRows(_AnyLinear):
     """Up to 64 rows of dense weights, normed by launches of their own."""
@@ -261,16 +261,13 @@ class ManyRows(_AnyLinear):
         clocks = many_rows_clocks(implementation.step_rows(step, program), rows, columns, gpu, step.gated, adapted)
         return clocks + _norm_count(step) * NORM_CLOCKS
 
-    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
-        return run.kernels.many
-
 
 class PackedRows(_AnyLinear):
     """Up to 64 rows of packed weights: the fewest normed inside, few by kernels of their own."""
 
     name = "kernels of packed rows"
     prepared_rows = MAX_NORMED_ROWS
-    takes_packed = True
+    takes_packed = multiplies_low_apart = True
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         layout = implementation.packed_layout(step, program)
@@ -289,14 +286,13 @@ class PackedRows(_AnyLinear):
         takes = run.kernels.few.takes(linear, implementation.step_rows(step, run.program), normed=False)
         return run.kernels.few if takes else run.kernels.many
 
-    def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
-        return [] if linear.adapters is None else [run.kernels.many.low_products(x, linear, *selected)]
-
 
 class PromptRows(_AnyLinear):
     """More rows, of dense weights or of packed ones."""
 
     name = "kernels of prompts"
+    kernels = "any_rows"
+    multiplies_low_apart = True
 
     def suits(self, step: Layer, program: Program) -> bool:
         is_prompt = program.shape.phase in implementation.PROMPT_PHASES and program.shape.segment is None
@@ -304,12 +300,6 @@ class PromptRows(_AnyLinear):
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         return implementation.too_large(_norm_bytes(step), limit)
-
-    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
-        return run.kernels.any_rows
-
-    def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
-        return [] if linear.adapters is None else [run.kernels.any_rows.low_products(x, linear, *selected)]
 
     def loads(self, step: Layer, program: Program) -> tuple[Any, ...]:
         name = "gate_up" if step.gated else "linear" if step.prepares else "linear_residual"

@@ -72,10 +72,8 @@ class Choice:
 
     def scratch(self, program: Program) -> Edge:
         """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside."""
-        edge, pairs = (
-            program.inputs.keys() | program.outputs.keys(),
-            zip(self.implementations, program.steps, strict=True),
-        )
+        edge = program.inputs.keys() | program.outputs.keys()
+        pairs = zip(self.implementations, program.steps, strict=True)
         each = (implementation.scratch(step, program) for implementation, step in pairs)
         inside = ({name: kind for name, kind in own.items() if name not in edge} for own in each)
         return {JOINED_INPUTS: ((0,), "compute")} | _largest(inside)
