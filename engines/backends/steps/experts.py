@@ -195,10 +195,9 @@ class ChooseByRow(Implementation[ChooseExperts]):
 
     def launches(self, step: ChooseExperts, run: Launching, next_early: bool) -> list[Any]:
         array, gate = run.array, step.gate
-        correction = None if step.correction is None else array(step.correction.name)
         shared = None if gate is None else (array(step.given), array(gate.weight.name))
         routed = _routed(run, step.output, step.shares, None if gate is None else step.shared_shares)
-        choice = Choice(step.mixture.routing, array(step.scores), correction, shared, step.own)
+        choice = Choice(step.mixture.routing, array(step.scores), run.found(step.correction), shared, step.own)
         return [run.kernels.experts.choose(choice, routed)]
 
 
@@ -261,13 +260,12 @@ def weights_of(step: GateUpExperts | DownExperts, run: Launching) -> ExpertWeigh
 
 def addition_of(step: DownExperts, run: Launching) -> Addition:
     """What the products of a row's experts are added to."""
-    residual, shared = (None if name is None else run.array(name) for name in (step.residual, step.shared))
     routed = _routed(run, step.ids, step.shares, step.shared_shares)
-    return Addition(routed, residual, run.array(step.output), step.scale, shared)
+    return Addition(routed, run.found(step.residual), run.array(step.output), step.scale, run.found(step.shared))
 
 
 def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:
-    return Routed(run.array(ids), run.array(shares), None if shared_shares is None else run.array(shared_shares))
+    return Routed(run.array(ids), run.array(shares), run.found(shared_shares))
 
 
 def _one(layout: PackedLayout | None) -> DeviceLayout | None:

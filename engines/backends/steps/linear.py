@@ -163,17 +163,13 @@ class _AnyLinear(implementation.Implementation[Any]):
     ) -> list[Any]:
         """The launches that multiply inputs which are arranged, and add what that gives."""
         kernels = self._kernels(step, run, linear)
-        residual, output = None if step.residual is None else run.array(step.residual), run.array(step.output)
+        residual, output = run.found(step.residual), run.array(step.output)
         if step.norm is None or residual is None:
             return [kernels.linear_residual(x, linear, residual, output, step.scale, run.kept(step.keep), *selected)]
         given = run.shared(UNNORMED, implementation.step_rows(step, run.program), linear.weight.shape[0])
         launches = [kernels.linear_residual(x, linear, None, given, step.scale, None, *selected)]
-        if step.norm.bias is None:
-            normed = NormedInput(given, run.array(step.norm.weight.name), step.norm.epsilon, step.norm.offset)
-        else:
-            launches.append(run.norm_rows(given, step.norm, given))
-            normed = NormedInput(given, None)
-        factor = None if step.factor is None else run.array(step.factor.name)
+        normed, apart = run.normed(given, step.norm)
+        launches, factor = [*launches, *apart], run.found(step.factor)
         if launching.other_place(step, run.program):
             run.waits = launching.Waiting(step.output, normed, factor)
             return launches

@@ -28,9 +28,8 @@ class SumRanks(Implementation[Reduce]):
         return super().scratch(step, program) | kept_scratch(step, program)
 
     def launches(self, step: Reduce, run: Launching, next_early: bool) -> list[Any]:
-        residual = None if step.residual is None else run.array(step.residual)
         value, output = run.array(step.value), run.array(step.output)
-        return [*run.keeping(step), run.kernels.rank.sum(value, output, residual, step.scale)]
+        return [*run.keeping(step), run.kernels.rank.sum(value, output, run.found(step.residual), step.scale)]
 
 
 class SquaresOfParts(Implementation[SquareSums]):
@@ -62,16 +61,10 @@ class AddNormed(Implementation[AddResidual]):
         return super().scratch(step, program) | kept_scratch(step, program)
 
     def launches(self, step: AddResidual, run: Launching, next_early: bool) -> list[Any]:
-        values, residual, norm = run.array(step.value), run.array(step.residual), step.norm
-        launches, normed = run.keeping(step), NormedInput(values, None)
-        if norm is not None and norm.bias is None:
-            normed = NormedInput(values, run.array(norm.weight.name), norm.epsilon, norm.offset)
-        elif norm is not None:
-            launches.append(run.norm_rows(values, norm, values))
+        launches, (normed, apart) = run.keeping(step), run.normed(run.array(step.value), step.norm)
         selected = (run.array("last_token_ids"),) if step.selects else ()
-        factor = None if step.factor is None else run.array(step.factor.name)
-        added = run.kernels.few.norm_residual(normed, residual, run.array(step.output), *selected, factor=factor)
-        return [*launches, added]
+        given = normed, run.array(step.residual), run.array(step.output), *selected
+        return [*launches, *apart, run.kernels.few.norm_residual(*given, factor=run.found(step.factor))]
 
 
 class JoinColumns(Implementation[Assemble]):

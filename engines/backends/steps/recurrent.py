@@ -35,7 +35,7 @@ class ConvolveColumns(_OwnDtype):
         convolution = contract.Convolution(
             run.array(step.weight.name), step.activation == "silu", step.gated, step.first
         )
-        bias, (before, *when) = None if step.bias is None else run.array(step.bias.name), _state(step, run)
+        bias, (before, *when) = run.found(step.bias), _state(step, run)
         value, output = run.sequences(step.value), run.sequences(step.output)
         return [run.kernels.recurrent.short_convolution(value, convolution, bias, before, output, *when)]
 
