@@ -177,7 +177,8 @@ class NumpyBackend:
     def begin_beside(self) -> None:
         """Everything is done."""
 
-    upload_rows_beside = upload_rows
+    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
+        return self.upload_rows(target, values, rows, first)
 
     def wait_for(self, transfer: NumpyWork) -> None:
         """It is done already."""
