@@ -18,8 +18,8 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
-from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.device_layouts import with_delta_products
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
