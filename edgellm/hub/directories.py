@@ -63,7 +63,7 @@ def local_directory(
     require(isinstance(update, bool), "update", update, "True or False")
     options, name = checked_options({} if build is None else build), HubName.of(model, revision)
     is_file = name is None and is_gguf_file(Path(model))
-    if is_file and os.path.exists(first := first_part(str(model))):
+    if is_file and (first := Path(first_part(str(model)))).exists():
         model = first  # of a model in several files there is one directory, whichever of them is named
     if name is None:
         _require_name(model, revision, update, () if is_file else options)

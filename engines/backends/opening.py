@@ -32,7 +32,7 @@ def open_backend(
             raise EngineError(f"unknown {kind} {given!r}; expected one of {', '.join(known)}")
     if name == "numpy" or (name == "auto" and find_gpu(gpu) is None):
         if executor != EXECUTORS[0]:
-            raise EngineError(f"the executor {executor} runs steps on a GPU, and NumPy computes here: take the executor auto")
+            raise EngineError(f"the executor {executor} runs steps on a GPU, and NumPy computes here: leave it out")
         from edgellm.engines.backends.numpy_backend import NumpyBackend
         from edgellm.engines.backends.numpy_ranks import NumpyRanks
 
