@@ -122,14 +122,14 @@ class DraftingTally:
 
 #: Steps after which an observation counts for a third: some seconds of text, which is how fast texts change.
 MEMORY = 48.0
-#: They fade after so many steps at once, and when they are asked for.
+#: They fade after so many steps at once.
 FADED = 4
 #: Evidence (in tries) that never fades, so that a forgotten figure stays the best guess until there is a new one.
 LASTING_EVIDENCE = 3.0
 #: How many tries the first guess is worth, or what the depth before tells.
 GUESSED_EVIDENCE = 2.0
-#: How many tries the figures of the other kinds are worth.
-BORROWED_EVIDENCE = 4.0
+#: How many tries the figures of all kinds are worth.
+SHARED_EVIDENCE = 4.0
 #: A first guess for chains, before anything was drafted: what good heads reach on text that suits them, so that where
 #: drafting can gain the first rounds are drafted and soon tell.
 FIRST_GUESS = 0.85
@@ -158,8 +158,8 @@ class AcceptanceModel:
     """Acceptance by depth of the plans of a draft model.
 
     Plans of one group, all chains or the trees of one shape, have the same probability a_d that depth d is accepted
-    once depth d - 1 was. A group with few figures borrows those of the others, by 1 - a = (1 - a_other)^(gain /
-    gain_other) with the gains of `tree_gain`, and a depth with few figures those of the depth before.
+    once depth d - 1 was. A group with few figures goes by those of all, which tell by 1 - a = (1 - a_chain)^gain, with
+    the gains of `tree_gain`, what a chain would have, and a depth with few figures by those of the depth before.
     """
 
     def __init__(self, plans: Sequence[DraftPlan]) -> None:
@@ -173,10 +173,10 @@ class AcceptanceModel:
         """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences; with it,
         and with so many `steps` of another kind (None), earlier ones count for less."""
         self._unfaded += steps
-        if plan is None:
-            return
         if self._unfaded >= FADED:
             self._fade()
+        if plan is None:
+            return
         group = self._groups[plan]
         for depth, tally in enumerate(self._tallies[group][: min(plan.steps, max(lengths))], 1):
             reached = sum([length >= depth for length in lengths])
@@ -192,30 +192,24 @@ class AcceptanceModel:
                 if tally.tried > LASTING_EVIDENCE:
                     tally.tried = max(LASTING_EVIDENCE, kept * tally.tried)
 
-    def reaches(self) -> dict[DraftPlan, list[float]]:
-        """Of each plan the probabilities that depth 1, 2, ... is accepted."""
-        reached = {group: [*accumulate(shares, mul)] for group, shares in self.estimates().items()}
-        return {plan: reached[group][: plan.steps] for plan, group in self._groups.items()}
+    def promises(self) -> list[tuple[DraftPlan, float, float]]:
+        """The plans, of each the probability that depth 1 is accepted, and the tokens of a round."""
+        estimates = self.estimates()
+        tokens = {group: [*accumulate(accumulate(shares, mul), initial=1.0)] for group, shares in estimates.items()}
+        return [(plan, estimates[group][0], tokens[group][plan.steps]) for plan, group in self._groups.items()]
 
     def estimates(self) -> dict[str, list[float]]:
         """The shares a_1, a_2, ... of each group, each given that the depth before was accepted."""
-        self._fade()
-        depths = [*zip_longest(*self._tallies.values(), fillvalue=_DepthCounts())]
-        # Of all groups at each depth: the tries, and the sums of misses.
-        tried = [sum([tally.tried for tally in depth]) for depth in depths]
-        missed = [sum([tally.tried * tally.miss for tally in depth]) for depth in depths]
-        return {group: self._group_estimates(group, tried, missed) for group in self._tallies}
-
-    def _group_estimates(self, group: str, tried: Sequence[float], missed: Sequence[float]) -> list[float]:
-        found, gain = [], self._gains[group]
-        guess = 1.0 - (1.0 - FIRST_GUESS) ** gain
-        for tally, all_tried, all_missed in zip(self._tallies[group], tried, missed):  # noqa: B905
-            own = tally.tried
-            others = all_tried - own
-            if others > 0.0:  # what the depth before tells counts as a few tries
-                borrowed = 1.0 - math.exp(gain * (all_missed - own * tally.miss) / others)
-                guess = (GUESSED_EVIDENCE * guess + others * borrowed) / (GUESSED_EVIDENCE + others)
-            weight = BORROWED_EVIDENCE if others > BORROWED_EVIDENCE - GUESSED_EVIDENCE else GUESSED_EVIDENCE + others
-            guess = (own * tally.share + weight * guess) / (own + weight)
-            found.append(guess)
+        misses, miss = [], math.log(1.0 - FIRST_GUESS)
+        for depth in zip_longest(*self._tallies.values(), fillvalue=_DepthCounts()):
+            missed = sum([tally.tried * tally.miss for tally in depth]) + GUESSED_EVIDENCE * miss
+            miss = missed / (sum([tally.tried for tally in depth]) + GUESSED_EVIDENCE)
+            misses.append(miss)
+        found = {}
+        for group, gain in self._gains.items():
+            found[group] = [
+                1.0 - (tally.tried * (1.0 - tally.share) + SHARED_EVIDENCE * math.exp(gain * miss))
+                / (tally.tried + SHARED_EVIDENCE)
+                for tally, miss in zip(self._tallies[group], misses)
+            ]
         return found

@@ -128,12 +128,12 @@ class Learner(Policy):
             found, best = self._look(step, sequences, asks, waited)
             self._missed = begun and best is not None
             if best is not None and not begun:
-                self.account.risks.append(times.risk(best))
+                self.account.risks.append(times.ratio(best) - 1.0)
                 self._behind_round = True
                 return best, [each.cut(best) for each in found]
         plan = self._choice.choose(step, times) if self.own and not begun else None
         if plan is not None:
-            self.account.risks.append(times.risk(plan) if self._adaptive else 0.0)
+            self.account.risks.append(times.ratio(plan) - 1.0 if self._adaptive else 0.0)
         else:
             self._take_rest(ruled)
         return plan, None
@@ -187,8 +187,9 @@ class Learner(Policy):
         other, ranked = self._choice.otherwise(step, times), []
         for plan in self.given_plans:
             if plan.longest <= step.room:
-                tokens = step.batch + sum([sum(each.chances[: plan.top_k]) for each in found])
-                ranked.append(Option(plan, tokens, times.of(plan)))
+                tokens = 1.0 + sum([sum(each.chances[: plan.top_k]) for each in found]) / step.batch
+                steps = times.ratio(plan)
+                ranked.append(Option(plan, tokens, steps, tokens / steps))
             if longest <= plan.top_k:
                 break
         for option in sorted(ranked, key=lambda each: -each.rate):
@@ -270,7 +271,7 @@ class Learner(Policy):
         is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
-            saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
+            saved = tokens - min(seconds / times.plain, LARGEST_SURPRISE * times.ratio(plan))
         if plan is not None and plan.is_given:
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
@@ -308,8 +309,8 @@ class Learner(Policy):
         counted = rounds, self._choice.explored, self._choice.chances[ruled].estimates() | said_before
         if times is None:
             return DraftingReport(PLAIN, "nothing was timed yet", *counted)
-        options = [*self._choice.ratings(batch, ruled, times), *self._best_compared]
-        ranked = {each.plan: each.forecast(batch) for each in sorted(options, key=lambda each: -each.rate)}
+        options = [*self._choice.ratings(ruled, times), *self._best_compared]
+        ranked = {each.plan: each.forecast(batch, times.plain) for each in sorted(options, key=lambda each: -each.rate)}
         chosen = self._choice.current if self.own else next(iter(ranked))
         best = next((each for plan, each in ranked.items() if plan is not None), "nothing was said before")
         why = f"{ranked[None]}; the best draft, {best}" if chosen is None else f"{ranked[chosen]}; {ranked[None]}"

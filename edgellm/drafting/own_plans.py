@@ -111,12 +111,13 @@ class OwnPlans:
             elif plan is not None:
                 self.kept = 0
 
-    def ratings(self, batch: int, ruled: bool, times: Seconds) -> list[Option]:
-        """What steps of so many sequences should give and take: a plain one first."""
-        rated = [Option(None, float(batch), times.plain)]
-        for plan, reach in self.chances[ruled].reaches().items():
-            risk = times.risk(plan) * min(1.0, FEARED * (1.0 - reach[0]))
-            rated.append(Option(plan, batch * (1.0 + sum(reach)), times.of(plan), risk))
+    def ratings(self, ruled: bool, times: Seconds) -> list[Option]:
+        """What steps should give and take: a plain one first."""
+        rated = [Option(None, 1.0, 1.0, 1.0)]
+        for plan, first, tokens in self.chances[ruled].promises():
+            steps, fear = times.ratio(plan), FEARED * (1.0 - first)
+            risk = (steps - 1.0) * (fear if fear < 1.0 else 1.0) if steps > 1.0 else 0.0
+            rated.append(Option(plan, tokens, steps, tokens / steps, risk))
         return rated
 
     def _options(self, step: Step, times: Seconds) -> list[Option]:
@@ -125,7 +126,7 @@ class OwnPlans:
             self._rated, self._stale = {}, 0
         rated = self._rated.get((step.batch, step.ruled))
         if rated is None:
-            rated = sorted(self.ratings(step.batch, step.ruled, times), key=lambda option: -option.rate)
+            rated = sorted(self.ratings(step.ruled, times), key=lambda option: -option.rate)
             self._rated[step.batch, step.ruled] = rated
         return rated
 
@@ -152,7 +153,7 @@ class OwnPlans:
         for each in others:
             loss, since = each.risk + 2.0 * self._cost, self._undrafted  # it is rated again behind it, twice
             if best.plan is not None:
-                loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
+                loss = each.steps / best.steps * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
                 loss *= self.sample if each.plan is None else 1
                 since = self._steps - self._used[each.plan]
             if loss <= TRIES_SHARE * since and step.fits(each.plan):

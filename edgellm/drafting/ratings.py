@@ -44,22 +44,19 @@ class DraftingReport:
 
 
 class Option(NamedTuple):
-    """A step of `plan` (None: a plain one) that should give `tokens` in all in so many `seconds`, and may lose `risk`
-    plain steps, as far as that is to be feared."""
+    """A step of `plan` (None: a plain one) that should give each sequence so many `tokens` on average in the time of
+    `steps` plain ones, `rate` tokens in that of one, and may lose `risk` of them, as far as that is to be feared."""
 
     plan: DraftPlan | None
     tokens: float
-    seconds: float
+    steps: float
+    rate: float
     risk: float = 0.0
 
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
-
-    def forecast(self, batch: int) -> Forecast:
-        """For people."""
-        return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
+    def forecast(self, batch: int, plain: float) -> Forecast:
+        """For people, where a plain step takes so many seconds."""
+        name, seconds = PLAIN if self.plan is None else self.plan.name, self.steps * plain
+        return Forecast(name, self.tokens, seconds, batch * self.tokens / seconds)
 
 
 #: What is known of steps is looked at anew after so many plain ones at the most.

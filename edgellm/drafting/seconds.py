@@ -73,11 +73,10 @@ class Seconds:
         self, plans: Sequence[DraftPlan], guess: Guess, batch: int, plain: float, like: Seconds | None
     ) -> None:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
-        self._terms: dict[DraftPlan | None, tuple[float, Sequence[int]]] = {None: (1.0, (0,))}
-        self._terms |= {plan: (guess.ratio(plan, batch, plain), (1, place)) for place, plan in enumerate(plans, 2)}
-        # Of the terms but the load, those of waiting and of all rounds first; they return to the guess, and their
+        # The terms but the load: those of plans, of waiting, and of all rounds; they return to the guess, and their
         # variances to these.
-        self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
+        self._first = [*[OWN_DOUBT**2] * len(plans), WAITED_DOUBT**2, GUESS_DOUBT**2]
+        self._terms = {plan: (guess.ratio(plan, batch, plain), place, -1) for place, plan in enumerate(plans)}
         self._logs, self._variances = [0.0] * len(self._first), [*self._first]
         if like is not None:  # what another batch size has shown is the first guess
             self._logs = [*like._logs]
@@ -89,14 +88,16 @@ class Seconds:
         """Of a plain step now."""
         return self._plain * math.exp(self._load)
 
-    def of(self, plan: DraftPlan | None) -> float:
-        """Of a round now; of None of a plain step before which the device waits for the host."""
-        guessed, places = self._terms[plan]
-        return self._plain * guessed * math.exp(self._load + sum([self._logs[place] for place in places]))
+    def ratio(self, plan: DraftPlan | None) -> float:
+        """Of a round, in plain steps; of None of a plain step before which the device waits for the host."""
+        if plan is None:
+            return math.exp(self._logs[-2])
+        guessed, place, shared = self._terms[plan]
+        return guessed * math.exp(self._logs[place] + self._logs[shared])
 
-    def risk(self, plan: DraftPlan) -> float:
-        """What a round may lose, in plain steps, if nothing is accepted."""
-        return max(0.0, self.of(plan) / self.plain - 1.0)
+    def of(self, plan: DraftPlan | None) -> float:
+        """The same in seconds now."""
+        return self.plain * self.ratio(plan)
 
     def record(
         self, plan: DraftPlan | None, seconds: float, waited: bool = False, late: bool = False, steps: int = 1
@@ -104,7 +105,8 @@ class Seconds:
         """Take notice of a finished step, or of several plain ones that took so many seconds on average. Where the host
         was `late` that says nothing of the load."""
         is_plain = plan is None and not waited
-        expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
+        expected = self.plain if is_plain else self.of(plan)
+        places = () if is_plain else (-2,) if plan is None else self._terms[plan][1:]
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
         learned = 1.0
         if abs(surprise) > limit:  # the more it is, the less it says; and it may come again: it makes nothing surer
