@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from edgellm.drafting.drafter import Choice, Policy
+from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search
@@ -75,13 +75,12 @@ class Learner(Policy):
         self.account = Account()
         guess = (CAPTURED if ahead else COMPUTED)._replace(chosen=experts[0], read=experts[1])
         self._guess = guess.in_one_pass() if in_one_pass else guess
+        #: By batch size and rules, as all figures that are kept; the latest, and what was compared with plain steps.
         self._times: dict[tuple[int, bool], Seconds] = {}
-        self._latest: tuple[int, bool] = (1, False)
+        self._latest, self._best_compared = (1, False), tuple[Option, ...]()
         self._choice = OwnPlans(own, adaptive, self.account)
         self._rounds: Counter[str] = Counter()
-        self._best_compared: Sequence[Option] = ()
         #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
-        self._rested_until = 0
         self._chosen, self.searches = 0, (Search(), Search())
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
@@ -118,37 +117,31 @@ class Learner(Policy):
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
             self.rest = SAMPLE if self.own and self._adaptive and self._ahead else 0
-            own = () if begun or self._adaptive else self.own
-            fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
-            return next(fitting, None), None
-        if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
-            self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
+            return None if begun or self._adaptive else first_fitting(self.own, *step), None
+        search = self.searches[ruled]
+        if ruled and self._is_host_bound(times) and self._chosen >= search.begins + SAMPLED_EACH:
+            search.begins = self._chosen + SAMPLE
         if known and self._looks(ruled, not (self._missed or waited)):
             asks = not waited or (self._behind_round and not ruled)
             found, best = self._look(step, sequences, asks, waited)
-            self._missed = begun and best is not None
+            self._missed, self._behind_round = begun and best is not None, not begun and best is not None
             if best is not None and not begun:
                 self.account.risks.append(times.ratio(best) - 1.0)
-                self._behind_round = True
                 return best, [each.cut(best) for each in found]
         plan = self._choice.choose(step, times) if self.own and not begun else None
         if plan is not None:
             self.account.risks.append(times.ratio(plan) - 1.0 if self._adaptive else 0.0)
-        else:
-            self._take_rest(ruled)
+        else:  # plain steps follow until there is something to look for or to choose
+            rests = [self._choice.kept] if self.own else []
+            if self.given_plans and (ruled or self.looks_up):
+                rests.append(search.begins - self._chosen - 1)
+            self.rest = max(0, min(rests, default=MOST_REST))
+            self._choice.kept -= self.rest
         return plan, None
 
     def _is_host_bound(self, times: Seconds) -> bool:
         """Whether the device waits for the host, so that looking makes plain steps slower, too."""
         return self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
-
-    def _take_rest(self, ruled: bool) -> None:
-        """Let the loop take plain steps until there is something to look for or to choose."""
-        rests = [self._choice.kept] if self.own else []
-        if self.given_plans and (ruled or self.looks_up):
-            rests.append(self.searches[ruled].begins - self._chosen - 1)
-        self.rest = max(0, min(rests, default=MOST_REST))
-        self._choice.kept -= self.rest
 
     def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
         """Whether it is time to look for candidates, `is_fresh` or what was found, and the budget affords it."""
@@ -158,26 +151,21 @@ class Learner(Policy):
     def _look(
         self, step: Step, sequences: Sequence[Drafted], asks: bool, waited: bool = False
     ) -> tuple[list[Proposed], DraftPlan | None]:
-        """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too."""
-        began = time.perf_counter()
+        """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too. It costs
+        nothing where the device, which has not `waited`, is at work for longer."""
+        began, search = time.perf_counter(), self.searches[step.ruled]
         found = [self.host.proposed(sequence, step.room - 1, asks) for sequence in sequences]
         best = self._best_given(step, found)
-        self._behind_round = False
+        if best is not None:
+            search.patience = 0
         if step.ruled:
             self._finds += _FIND_PACE * ((best is not None) - self._finds)
-        self._charge(step, began, best is not None, waited)
+        seconds = time.perf_counter() - began
+        if not self._ahead or waited or self._blocked[step.ruled] <= seconds:
+            self._looked += seconds
+            if best is None:
+                search.put_off(self._chosen, seconds / self._times[step.batch, step.ruled].plain)
         return found, best
-
-    def _charge(self, step: Step, began: float, found: bool, waited: bool = False) -> None:
-        """A look has ended, which costs nothing where the device, which has not `waited`, is at work for longer."""
-        search, seconds = self.searches[step.ruled], time.perf_counter() - began
-        if found:
-            search.patience = 0
-        if self._ahead and not waited and self._blocked[step.ruled] > seconds:
-            return
-        self._looked += seconds
-        if not found:
-            search.put_off(self._chosen, seconds / self._times[step.batch, step.ruled].plain)
 
     def _best_given(self, step: Step, found: Sequence[Proposed]) -> DraftPlan | None:
         longest = max([len(each.chances) for each in found])
@@ -188,8 +176,7 @@ class Learner(Policy):
         for plan in self.given_plans:
             if plan.longest <= step.room:
                 tokens = 1.0 + sum([sum(each.chances[: plan.top_k]) for each in found]) / step.batch
-                steps = times.ratio(plan)
-                ranked.append(Option(plan, tokens, steps, tokens / steps))
+                ranked.append(Option.of(plan, tokens, times.ratio(plan)))
             if longest <= plan.top_k:
                 break
         for option in sorted(ranked, key=lambda each: -each.rate):
@@ -200,21 +187,19 @@ class Learner(Policy):
 
     def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
-        step = Step(runner, len(sequences), room, False)
-        if (step.batch, False) in self._times and self._looks(False):
-            began = time.perf_counter()
-            found = [self.host.proposed(sequence, room - 1, True) for sequence in sequences]
-            self._charge(step, began, any(each.chances for each in found))
+        if (len(sequences), False) in self._times and self._looks(False):
+            self._look(Step(runner, len(sequences), room, False), sequences, True)
 
     def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
         behind a round, when something is likely."""
-        step, asks = Step(runner, len(sequences), room, False), self._behind_round
-        if (step.batch, False) not in self._times or not self._looks(False, False):
+        if (len(sequences), False) not in self._times or not self._looks(False, False):
             return False
+        asks = self._behind_round
         if not asks and not any(each.said is not None and each.said.proposed for each in sequences):
             return False
-        return self._look(step, sequences, asks)[1] is not None
+        self._behind_round = False
+        return self._look(Step(runner, len(sequences), room, False), sequences, asks)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
@@ -227,9 +212,8 @@ class Learner(Policy):
         times = self._times.get((batch, True))
         if times is None or self._choice.current is not None:
             return self._choice.current is not None
-        if self._missed:
-            return self.searches[True].affords(is_fresh=False)
-        return self.searches[True].is_due(self._chosen + 1) and self.waits_for(times, self._finds, waits)
+        is_due = self.searches[True].is_due(self._chosen + 1, not self._missed)
+        return is_due and (self._missed or self.waits_for(times, self._finds, waits))
 
     def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
         """Whether the device should wait so long for the host where a round comes with this `chance`: a plain step that
@@ -255,19 +239,19 @@ class Learner(Policy):
             self._blocked[ruled] += _PACE * (blocked - self._blocked[ruled])
         self._rounds[PLAIN if plan is None else plan.name] += 1
         self._latest = batch, ruled
-        times = self._times.get(self._latest)
         self._choice.ended(plan, emitted, ruled)
-        if times is None:
-            self._first_step(plan, seconds)
+        times = self._times.get(self._latest)
+        if times is None:  # from now on there are figures
             self._blocked[ruled] = blocked
+            like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
+            plain = seconds if plan is None else seconds / self._guess.ratio(plan, batch)
+            plans = (*self.plans, *self.forced_plans)
+            self._times[self._latest] = Seconds(plans, self._guess, batch, plain, like)
             return
-        self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
         late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
         self._choice.sample = SAMPLE if late else 1
-        if plan is None:
-            self._choice.hidden = 0.0 if waited else blocked
         is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
@@ -293,13 +277,6 @@ class Learner(Policy):
             saved = steps - min(seconds / times.plain, LARGEST_SURPRISE * steps)
         self.account.ended(steps, saved, False)
         self.searches[ruled].earn(steps, 0.0)
-
-    def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
-        """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
-        (batch, ruled), guess = self._latest, self._guess
-        like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
-        plain = seconds if plan is None else seconds / guess.ratio(plan, batch)
-        self._times[batch, ruled] = Seconds((*self.plans, *self.forced_plans), guess, batch, plain, like)
 
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from edgellm.drafting.seconds import Seconds
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
 
+# Settled with tools/bench/drafting_workloads.py: tools/bench/results/2026-11-29-cpu-learner-small.md.
 #: What is chosen anew must promise so many times the tokens a second of what is in use.
 SWITCHING_GAIN = 1.02
 #: The share of the steps since a plan was used that trying it may lose, and the share of a round that a try counts as
@@ -20,14 +20,13 @@ SWITCHING_GAIN = 1.02
 TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
 #: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
 FEARED = 5.0
-#: The plans are rated anew after so many plain steps, by which the draft model's figures fade a little.
-REFRESHED = 8
-#: Choosing takes the host some 50 us, half of a small model's step. A plan is kept for so many more rounds, unless one
-#: gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that what pays begins later by no
-#: more than this share, and for so many at most: choosing is a hundredth of them then (tools/bench/learner_time.py);
-#: where the host is late for them, for so many that all choosing within a window takes what may be lost of it.
-#: Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
-KEPT, PUT_OFF, MOST_KEPT = 7, 0.25, 128
+#: Plans are rated anew behind a round, and after so many plain steps, by which a draft model's figures fade.
+REFRESHED = 64
+#: Choosing costs the host half of a small model's step (tools/bench/learner_time.py). A plan is kept for so many more
+#: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that what pays
+#: begins later by no more than this share, and for so many at most; where the host is late for them for `LEAST_KEPT` at
+#: least, and twice that share (2026-11-30-cpu-learner-fast-device.md).
+KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 12
 #: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
 #: came: rounds of large trees cost most where nothing is known yet.
 SMALL, LARGER = 8, 3
@@ -64,8 +63,8 @@ class OwnPlans:
         #: The options by batch and rules, the fastest first, and how many plain steps have ended since.
         self._rated: dict[tuple[int, bool], list[Option]] = {}
         self._stale = 0
-        #: Plain steps that rating took beyond the seconds that are `hidden` behind one; how many tell what they take.
-        self._cost, self.hidden, self.sample = 0.0, 0.0, 1
+        #: How many plain steps in a row tell what they take: several where the host is late for those it was asked for.
+        self.sample = 1
 
     def choose(self, step: Step, times: Seconds) -> DraftPlan | None:
         """The plan of the next step: what is in use while it is kept, then what looks best, or a try."""
@@ -75,21 +74,22 @@ class OwnPlans:
         if self.kept > 0 and self._kept_for == (step.batch, step.ruled) and step.fits(self.current):
             self.kept -= 1
             return self.current
-        began = time.perf_counter()
+        if self._stale >= REFRESHED:
+            self._rated, self._stale = {}, 0
         safe = self._safe(step, times)
         best = self._best(safe, step)
-        self._kept_for, self.current = (step.batch, step.ruled), best.plan
-        cost = self._cost = max(0.0, time.perf_counter() - began - self.hidden) / times.plain
-        paid = cost * Account.WINDOW / max(cost, self._account.left, 0.1)  # by what may be lost of a window
-        self.kept = KEPT if best.plan is not None else int(max(paid, min(MOST_KEPT, PUT_OFF * self._undrafted)))
-        tried = self._worth_trying([each for each in safe if each is not best], best, step)
-        if tried is None:
-            return best.plan
-        self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
-        if tried.plan is None:
-            self.current, self.kept = None, self.sample - 1
-        self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
-        return tried.plan
+        self._kept_for, self.current, self.kept = (step.batch, step.ruled), best.plan, KEPT
+        tried = self._worth_trying(safe, best, step)
+        if tried is not None:
+            self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
+            if tried.plan is None:
+                self.current, self.kept = None, self.sample - 1
+            self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
+            return tried.plan
+        if best.plan is None:
+            share, least = (2 * PUT_OFF, LEAST_KEPT) if self.sample > 1 else (PUT_OFF, 0)
+            self.kept = max(least, min(MOST_KEPT, int(share * self._undrafted)))
+        return best.plan
 
     def otherwise(self, step: Step, times: Seconds) -> Option:
         """What is done without given candidates."""
@@ -122,8 +122,6 @@ class OwnPlans:
 
     def _options(self, step: Step, times: Seconds) -> list[Option]:
         """All that may be done without given candidates, the fastest first."""
-        if self._stale >= REFRESHED:
-            self._rated, self._stale = {}, 0
         rated = self._rated.get((step.batch, step.ruled))
         if rated is None:
             rated = sorted(self.ratings(step.ruled, times), key=lambda option: -option.rate)
@@ -146,12 +144,14 @@ class OwnPlans:
         stays = in_use is best or (in_use.rate * SWITCHING_GAIN >= best.rate and step.fits(in_use.plan))
         return in_use if stays else best
 
-    def _worth_trying(self, others: Sequence[Option], best: Option, step: Step) -> Option | None:
+    def _worth_trying(self, safe: Sequence[Option], best: Option, step: Step) -> Option | None:
         """An option to try against the forecast: the fastest that the steps since have paid for, where drafting does
         not pay those since the latest round for what it may lose, else those since the plan was used for what it
         should."""
-        for each in others:
-            loss, since = each.risk + 2.0 * self._cost, self._undrafted  # it is rated again behind it, twice
+        for each in safe:
+            if each is best:
+                continue
+            loss, since = each.risk, self._undrafted
             if best.plan is not None:
                 loss = each.steps / best.steps * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
                 loss *= self.sample if each.plan is None else 1

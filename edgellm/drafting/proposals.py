@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.errors import ConstraintError
@@ -37,13 +38,16 @@ class Drafted(Protocol):
         """Whether its answer has ended, or failed."""
 
 
+@dataclass
 class Said:
     """What is kept of a running sequence: its `history` in the index, how many of its tokens that was `told`, and what
     was `proposed` behind the first `place` tokens, of how many candidates at first (`whole`)."""
 
-    def __init__(self, history: Any) -> None:
-        self.history, self.told, self.place, self.whole = history, 0, 0, 0
-        self.proposed: Proposed | None = None
+    history: Any
+    told: int = 0
+    place: int = 0
+    whole: int = 0
+    proposed: Proposed | None = None
 
 
 class Proposed(NamedTuple):
@@ -125,7 +129,6 @@ class HostProposals:
     def __init__(self, nodes: int, depth: int, index: SuffixIndex | None) -> None:
         self.index, self._nodes, self._depth = index, nodes, depth
         self.trust = Trust()
-        self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins."""
@@ -138,12 +141,6 @@ class HostProposals:
         if said is not None and self.index is not None:
             self._tell(sequence, said)
             self.index.close(said.history)
-
-    def learn(self) -> None:
-        """Learn what came of candidates."""
-        for lesson in self._lessons:
-            self.trust.learn(*lesson)
-        self._lessons.clear()
 
     def proposed(self, sequence: Drafted, most: int, asks: bool) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.
@@ -163,7 +160,7 @@ class HostProposals:
         if said.place < sequence.known:
             if said.proposed is not None:
                 came = sequence.drawn[said.place : sequence.known]
-                self._lessons.append((said.proposed, came))
+                self.trust.learn(said.proposed, came)
                 said.proposed = said.proposed.behind(came)
             said.place = sequence.known
         if asks and (said.proposed is None or 2 * len(said.proposed.chances) < said.whole):

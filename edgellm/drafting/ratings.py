@@ -53,6 +53,11 @@ class Option(NamedTuple):
     rate: float
     risk: float = 0.0
 
+    @classmethod
+    def of(cls, plan: DraftPlan | None, tokens: float, steps: float) -> Option:
+        """Without a risk."""
+        return cls(plan, tokens, steps, tokens / steps)
+
     def forecast(self, batch: int, plain: float) -> Forecast:
         """For people, where a plain step takes so many seconds."""
         name, seconds = PLAIN if self.plan is None else self.plan.name, self.steps * plain
@@ -78,14 +83,11 @@ class Search:
         self.begins, self.patience = 0, 0
         self._budget = self.FIRST
 
-    def affords(self, is_fresh: bool = True) -> bool:
-        """Whether a look can be paid; where it is not `is_fresh` what was found is used."""
-        return self._budget + (0.0 if is_fresh else self.OVERDRAFT) > 0.0
-
     def is_due(self, step: int, is_fresh: bool = True) -> bool:
-        """Whether it is time to look before a step; until the budget is there again it is not."""
-        if not self.affords(is_fresh):
-            missing = -self._budget - (0.0 if is_fresh else self.OVERDRAFT)
+        """Whether it is time to look before a step, or where that is not `is_fresh` to use what was found; until the
+        budget is there again it is not."""
+        missing = -self._budget - (0.0 if is_fresh else self.OVERDRAFT)
+        if missing >= 0.0:
             self.begins = step + min(MOST_REST, 1 + int(missing / self.SHARE))
         return step >= self.begins
 
