@@ -192,11 +192,11 @@ class AcceptanceModel:
                 if tally.tried > LASTING_EVIDENCE:
                     tally.tried = max(LASTING_EVIDENCE, kept * tally.tried)
 
-    def promises(self) -> list[tuple[DraftPlan, float, float]]:
-        """The plans, of each the probability that depth 1 is accepted, and the tokens of a round."""
-        estimates = self.estimates()
-        tokens = {group: [*accumulate(accumulate(shares, mul), initial=1.0)] for group, shares in estimates.items()}
-        return [(plan, estimates[group][0], tokens[group][plan.steps]) for plan, group in self._groups.items()]
+    def promises(self) -> list[tuple[DraftPlan, float]]:
+        """The plans, with the tokens that a round of each should give."""
+        of_groups = self.estimates().items()
+        tokens = {group: [*accumulate(accumulate(shares, mul), initial=1.0)] for group, shares in of_groups}
+        return [(plan, tokens[group][plan.steps]) for plan, group in self._groups.items()]
 
     def estimates(self) -> dict[str, list[float]]:
         """The shares a_1, a_2, ... of each group, each given that the depth before was accepted."""

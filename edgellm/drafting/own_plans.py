@@ -18,8 +18,6 @@ SWITCHING_GAIN = 1.02
 #: The share of the steps since a plan was used that trying it may lose, and the share of a round that a try counts as
 #: losing at least: forecasts of what was not tried may be wrong.
 TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
-#: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
-FEARED = 5.0
 #: Plans are rated anew behind a round, and after so many plain steps, by which a draft model's figures fade.
 REFRESHED = 64
 #: Choosing costs the host half of a small model's step (tools/bench/learner_time.py). A plan is kept for so many more
@@ -113,11 +111,9 @@ class OwnPlans:
 
     def ratings(self, ruled: bool, times: Seconds) -> list[Option]:
         """What steps should give and take: a plain one first."""
-        rated = [Option(None, 1.0, 1.0, 1.0)]
-        for plan, first, tokens in self.chances[ruled].promises():
-            steps, fear = times.ratio(plan), FEARED * (1.0 - first)
-            risk = (steps - 1.0) * (fear if fear < 1.0 else 1.0) if steps > 1.0 else 0.0
-            rated.append(Option(plan, tokens, steps, tokens / steps, risk))
+        rated = [Option.of(None, 1.0, 1.0)]
+        for plan, tokens in self.chances[ruled].promises():
+            rated.append(Option.of(plan, tokens, times.ratio(plan)))
         return rated
 
     def _options(self, step: Step, times: Seconds) -> list[Option]:

@@ -45,18 +45,22 @@ class DraftingReport:
 
 class Option(NamedTuple):
     """A step of `plan` (None: a plain one) that should give each sequence so many `tokens` on average in the time of
-    `steps` plain ones, `rate` tokens in that of one, and may lose `risk` of them, as far as that is to be feared."""
+    `steps` plain ones, `rate` tokens in that of one."""
 
     plan: DraftPlan | None
     tokens: float
     steps: float
     rate: float
-    risk: float = 0.0
 
     @classmethod
     def of(cls, plan: DraftPlan | None, tokens: float, steps: float) -> Option:
-        """Without a risk."""
+        """With its rate."""
         return cls(plan, tokens, steps, tokens / steps)
+
+    @property
+    def risk(self) -> float:
+        """How many plain steps it loses if nothing is accepted."""
+        return self.steps - 1.0
 
     def forecast(self, batch: int, plain: float) -> Forecast:
         """For people, where a plain step takes so many seconds."""

@@ -8,15 +8,13 @@ from typing import NamedTuple
 
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
-#: The name of a step without a draft.
-PLAIN = "plain"
+PLAIN = "plain"  # the name of a step without a draft
 #: Standard deviations of logarithms: of the load of the machine over a first plain step, of what waiting for the host
 #: adds to it, of the first guess of rounds, as far as all share it, and of a plan's own. Guesses were up to twice or
 #: half of what is measured on an H200, two imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
 LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
-#: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
-#: They fade after so many steps at once.
+#: left of what rounds have shown, which fades after so many at once: no plan is left out for ever for a busy moment.
 LOAD_DRIFT, NOISE, MEMORY, FADED = 0.05, 0.15, 1500.0, 32
 #: A step that is slower or faster than expected by more than this factor was interrupted, or met cold caches.
 LARGEST_SURPRISE = 2.0
@@ -108,9 +106,8 @@ class Seconds:
         expected = self.plain if is_plain else self.of(plan)
         places = () if is_plain else (-2,) if plan is None else self._terms[plan][1:]
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
-        learned = 1.0
-        if abs(surprise) > limit:  # the more it is, the less it says; and it may come again: it makes nothing surer
-            surprise, learned = limit**2 / surprise, 0.0
+        if abs(surprise) > limit:  # the more it is, the less it says
+            surprise = limit**2 / surprise
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
         load = 0.0 if late else self._variance
@@ -123,6 +120,6 @@ class Seconds:
         gain = 1.0 / (load + sum([variances[place] for place in places]) + NOISE**2 / steps)
         for place in places:
             logs[place] += gain * variances[place] * surprise
-            variances[place] -= learned * gain * variances[place] ** 2
+            variances[place] -= gain * variances[place] ** 2
         self._load += gain * load * surprise
-        self._variance -= learned * gain * load**2
+        self._variance -= gain * load**2
