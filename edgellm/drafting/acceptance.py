@@ -208,7 +208,8 @@ class AcceptanceModel:
         found = {}
         for group, gain in self._gains.items():
             found[group] = [
-                1.0 - (tally.tried * (1.0 - tally.share) + SHARED_EVIDENCE * math.exp(gain * miss))
+                1.0
+                - (tally.tried * (1.0 - tally.share) + SHARED_EVIDENCE * math.exp(gain * miss))
                 / (tally.tried + SHARED_EVIDENCE)
                 for tally, miss in zip(self._tallies[group], misses)
             ]

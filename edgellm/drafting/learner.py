@@ -1,11 +1,10 @@
 """Which plan is taken: plain steps, a draft model's rounds, or rounds of what the host knows.
 
-One learner rates all by what they should give and what they take: tokens a second of all sequences. What candidates
-promise follows from the tokens that came, what rounds take from finished ones. Choices follow from finished steps
-alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps that
-their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates
-of the host has a budget of its own (`Search`). Where it looks in vain it rests: the decoding loop asks nothing for some
-steps.
+One learner rates all by the tokens that they should give in the time of a plain step. What candidates promise follows
+from the tokens that came, what rounds take from finished ones. Choices follow from finished steps alone, never from a
+draft that is under way, so they cannot bias the output. What steps took over the plain steps that their tokens would
+have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates of the host has a
+budget of its own (`Search`). Where it looks in vain it rests: the decoding loop asks nothing for some steps.
 """
 
 from __future__ import annotations
@@ -17,28 +16,26 @@ from collections.abc import Sequence
 from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search
+from edgellm.drafting.ratings import MOST_REST, Account, Option, Search
+from edgellm.drafting.report import DraftingReport, forecasts, why
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
-#: Nodes of the trees of given candidates, the root included: where every shape is captured, and where any is computed
-#: at once.
+#: Nodes of trees of given candidates, the root included: where shapes are captured, and where any is computed at once.
 CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
-#: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
-#: otherwise.
+#: Given candidates, the best promises of many, must promise so many times the tokens a second of what else is done.
 GAIN = 1.2
 #: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
-#: found under rules, as first guesses.
-FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
+#: found under rules, as first guesses; how quickly is followed what they save and how long the host waits; and how often
+#: one is found.
+FIRST_SAVED, FIRST_CHANCE, _PACE, _FIND_PACE = 0.5, 0.5, 0.1, 0.05
 #: Where the host waits for the device for less than this share of a plain step, steps that it was asked for are late.
-#: What plain ones take in a row is seen by a `SAMPLE`, `LEAST` of which ended before it chose again; under rules
-#: there is one in each so many steps.
+#: What plain ones take in a row a `SAMPLE` tells, `LEAST` of which ended before it chose again; under rules there is
+#: one in each so many steps (tools/bench/results/2026-11-29-cpu-learner-small.md).
 LEAST_BLOCKED, SAMPLE, LEAST, SAMPLED_EACH = 0.3, 6, 4, 96
-#: How quickly it is followed what rounds save, how long the host waits, and how often a round is found.
-_PACE, _FIND_PACE = 0.1, 0.05
 
 
 class Learner(Policy):
@@ -48,8 +45,7 @@ class Learner(Policy):
     and not a plain step. Tokens that rules force are always proposed, an `index` of what was said is asked where there
     is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
     steps are launched ahead, and shapes captured. `in_one_pass`: the draft model proposes all levels at once.
-    `experts`: `chosen` and `read` of `Guess`.
-    Deterministic but for the seconds that it is told, and takes.
+    `experts`: `chosen` and `read` of `Guess`. Deterministic but for the seconds that it is told, and takes.
     """
 
     def __init__(
@@ -62,15 +58,15 @@ class Learner(Policy):
         in_one_pass: bool = False,
         experts: tuple[float, float] = (1.0, 0.0),
     ) -> None:
-        super().__init__()
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
         self.looks_up = index is not None
         self.drafts = self.looks_up or bool(own)
         sizes = CAPTURED_TREES if ahead else COMPUTED_TREES
         #: The plans of given candidates, by size.
         self.given_plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes if deepest)
-        of_all = (*own, *self.given_plans)
-        self.plans, self.forced_plans = (of_all, ()) if self.looks_up else (self.own, self.given_plans)
+        self.plans, self.forced_plans = self.own, self.given_plans
+        if self.looks_up:
+            self.plans, self.forced_plans = self.own + self.given_plans, ()
         self.host = HostProposals(max(sizes) - 1, deepest, index)
         self.account = Account()
         guess = (CAPTURED if ahead else COMPUTED)._replace(chosen=experts[0], read=experts[1])
@@ -78,8 +74,7 @@ class Learner(Policy):
         #: By batch size and rules, as all figures that are kept; the latest, and what was compared with plain steps.
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest, self._best_compared = (1, False), tuple[Option, ...]()
-        self._choice = OwnPlans(own, adaptive, self.account)
-        self._rounds: Counter[str] = Counter()
+        self._choice, self._rounds = OwnPlans(own, adaptive, self.account), Counter[str]()
         #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
         self._chosen, self.searches = 0, (Search(), Search())
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
@@ -87,7 +82,7 @@ class Learner(Policy):
         self._looked, self._blocked = 0.0, [0.0, 0.0]
         self._saved, self._finds = FIRST_SAVED, FIRST_CHANCE
         #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
-        #: found in place of a plain step that had begun.
+        #: found when a plain step had begun.
         self._behind_round, self._missed = False, False
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
@@ -108,8 +103,7 @@ class Learner(Policy):
         begun: bool = False,
         waited: bool = False,
     ) -> Choice:
-        """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
-        where more is likely to be forced."""
+        """See `Policy`. Where the device has `waited` the index is asked behind a round alone, not under rules."""
         if self.rested_steps:
             self._count_rests(not self.own or self.rested_steps >= LEAST)
         step = Step(runner, len(sequences), room, ruled)
@@ -176,7 +170,8 @@ class Learner(Policy):
         for plan in self.given_plans:
             if plan.longest <= step.room:
                 tokens = 1.0 + sum([sum(each.chances[: plan.top_k]) for each in found]) / step.batch
-                ranked.append(Option.of(plan, tokens, times.ratio(plan)))
+                steps = times.ratio(plan)
+                ranked.append(Option(plan, tokens, steps, tokens / steps))
             if longest <= plan.top_k:
                 break
         for option in sorted(ranked, key=lambda each: -each.rate):
@@ -281,14 +276,13 @@ class Learner(Policy):
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""
         (batch, ruled), times = self._latest, self._times.get(self._latest)
-        rounds = dict(self._rounds + Counter({PLAIN: self.rested_steps}))
         said_before = {"said before": self.host.trust.ratios} if self.looks_up else {}
-        counted = rounds, self._choice.explored, self._choice.chances[ruled].estimates() | said_before
+        acceptance, rounds = self._choice.chances[ruled].estimates() | said_before, Counter(self._rounds)
+        rounds[PLAIN] += self.rested_steps
+        counted = dict(+rounds), self._choice.explored, acceptance
         if times is None:
             return DraftingReport(PLAIN, "nothing was timed yet", *counted)
         options = [*self._choice.ratings(ruled, times), *self._best_compared]
-        ranked = {each.plan: each.forecast(batch, times.plain) for each in sorted(options, key=lambda each: -each.rate)}
-        chosen = self._choice.current if self.own else next(iter(ranked))
-        best = next((each for plan, each in ranked.items() if plan is not None), "nothing was said before")
-        why = f"{ranked[None]}; the best draft, {best}" if chosen is None else f"{ranked[chosen]}; {ranked[None]}"
-        return DraftingReport(ranked[chosen].name, why, *counted, [*ranked.values()])
+        ranked, current = forecasts(options, batch, times.plain), self._choice.current
+        chosen = ranked[0].name if not self.own else PLAIN if current is None else current.name
+        return DraftingReport(chosen, why(chosen, ranked), *counted, ranked)

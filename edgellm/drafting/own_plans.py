@@ -21,9 +21,8 @@ TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
 #: Plans are rated anew behind a round, and after so many plain steps, by which a draft model's figures fade.
 REFRESHED = 64
 #: Choosing costs the host half of a small model's step (tools/bench/learner_time.py). A plan is kept for so many more
-#: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that what pays
-#: begins later by no more than this share, and for so many at most; where the host is late for them for `LEAST_KEPT` at
-#: least, and twice that share (2026-11-30-cpu-learner-fast-device.md).
+#: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how many came in a row, so that what pays begins later
+#: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least, and twice that share.
 KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 12
 #: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
 #: came: rounds of large trees cost most where nothing is known yet.
@@ -54,15 +53,13 @@ class OwnPlans:
         #: What is in use, for which batch size, under rules or not, and for how many more steps it is kept.
         self.current: DraftPlan | None = None if adaptive else next(iter(plans), None)
         self._kept_for, self.kept = (0, False), 0
-        #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take.
-        self.explored, self._undrafted, self._largest = 0, 0, SMALL
+        #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take;
+        #: how many plain steps in a row tell what they take (several where the host is late for those it was asked for).
+        self.explored, self._undrafted, self._largest, self.sample = 0, 0, SMALL, 1
         #: How many steps have ended, and how many had when each plan was in use last.
         self._steps, self._used = 0, dict.fromkeys([None, *plans], 0)
         #: The options by batch and rules, the fastest first, and how many plain steps have ended since.
-        self._rated: dict[tuple[int, bool], list[Option]] = {}
-        self._stale = 0
-        #: How many plain steps in a row tell what they take: several where the host is late for those it was asked for.
-        self.sample = 1
+        self._rated, self._stale = dict[tuple[int, bool], list[Option]](), 0
 
     def choose(self, step: Step, times: Seconds) -> DraftPlan | None:
         """The plan of the next step: what is in use while it is kept, then what looks best, or a try."""
@@ -94,7 +91,7 @@ class OwnPlans:
         if self._adaptive:
             return self._best(self._safe(step, times), step)
         plan = first_fitting(self._plans, *step)
-        return next(each for each in self._options(step, times) if each.plan is plan)
+        return next(each for each in self.ratings(step.ruled, times) if each.plan is plan)
 
     def ended(self, plan: DraftPlan | None, emitted: Sequence[int], ruled: bool, steps: int = 1) -> None:
         """A round that gave each sequence so many tokens has ended, or so many plain steps."""
@@ -111,27 +108,20 @@ class OwnPlans:
 
     def ratings(self, ruled: bool, times: Seconds) -> list[Option]:
         """What steps should give and take: a plain one first."""
-        rated = [Option.of(None, 1.0, 1.0)]
-        for plan, tokens in self.chances[ruled].promises():
-            rated.append(Option.of(plan, tokens, times.ratio(plan)))
-        return rated
+        rated = [(plan, tokens, times.ratio(plan)) for plan, tokens in self.chances[ruled].promises()]
+        return [Option(None, 1.0, 1.0, 1.0), *[Option(*each, each[1] / each[2]) for each in rated]]
 
-    def _options(self, step: Step, times: Seconds) -> list[Option]:
-        """All that may be done without given candidates, the fastest first."""
+    def _safe(self, step: Step, times: Seconds) -> list[Option]:
+        """Plain steps, and what may lose no more than the account affords, of trees those of which a smaller one has
+        shown that they may grow; the fastest first."""
         rated = self._rated.get((step.batch, step.ruled))
         if rated is None:
             rated = sorted(self.ratings(step.ruled, times), key=lambda option: -option.rate)
             self._rated[step.batch, step.ruled] = rated
-        return rated
-
-    def _safe(self, step: Step, times: Seconds) -> list[Option]:
-        """Those that may lose no more than the account affords, plain steps among them, and of trees those of which a
-        smaller one has shown that they may grow."""
-        rated = self._options(step, times)
         place = next(place for place, option in enumerate(rated) if option.plan is None)
-        least = min([option.risk for option in rated[:place] or rated[1:]], default=0.0)  # of those that pay, if any
-        most, largest = self._account.affordable(least), self._largest
-        return [each for each in rated if each.plan is None or (each.risk <= most and each.plan.tree_size <= largest)]
+        least = min([option.steps for option in rated[:place] or rated[1:]], default=1.0)  # of those that pay, if any
+        most, largest = 1.0 + self._account.affordable(least - 1.0), self._largest
+        return [each for each in rated if each.plan is None or (each.steps <= most and each.plan.tree_size <= largest)]
 
     def _best(self, safe: Sequence[Option], step: Step) -> Option:
         """The fastest that fits, or what is in use if it is nearly as fast."""
@@ -142,12 +132,9 @@ class OwnPlans:
 
     def _worth_trying(self, safe: Sequence[Option], best: Option, step: Step) -> Option | None:
         """An option to try against the forecast: the fastest that the steps since have paid for, where drafting does
-        not pay those since the latest round for what it may lose, else those since the plan was used for what it
-        should."""
-        for each in safe:
-            if each is best:
-                continue
-            loss, since = each.risk, self._undrafted
+        not pay those since the latest round for what it may lose, else those since it was used for what it should."""
+        for each in [option for option in safe if option is not best]:
+            loss, since = each.steps - 1.0, self._undrafted
             if best.plan is not None:
                 loss = each.steps / best.steps * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
                 loss *= self.sample if each.plan is None else 1

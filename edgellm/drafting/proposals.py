@@ -6,10 +6,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from edgellm.drafting.drafter import Drafted
 from edgellm.engines.errors import ConstraintError
-from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.suffix_index import Proposal, SuffixIndex
@@ -18,24 +18,6 @@ from edgellm.engines.speculation.suffix_index import Proposal, SuffixIndex
 WIDTH, LEAST_CHANCE = 3, 0.02
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
-
-
-class Drafted(Protocol):
-    """A sequence that is drafted for; `said` is what `HostProposals` keeps of it. So many of the tokens that were
-    `drawn` for it are `known` as its answer's."""
-
-    said: Said | None
-    drawn: list[int]
-    known: int
-    is_over: bool
-
-    @property
-    def constraint(self) -> TokenConstraint | None:
-        """The rules on its next token."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether its answer has ended, or failed."""
 
 
 @dataclass

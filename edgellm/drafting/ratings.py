@@ -4,68 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.draft_plan import DraftPlan
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What a plan should give: tokens of a sequence and seconds in a round, tokens per second of all."""
-
-    name: str
-    tokens: float
-    seconds: float
-    tokens_per_second: float
-
-    def __str__(self) -> str:
-        milliseconds, rate = self.seconds * 1000, self.tokens_per_second
-        return f"{self.name}: {self.tokens:.2f} tokens in {milliseconds:.2f} ms, {rate:.0f} tokens/s"
-
-
-@dataclass(frozen=True)
-class DraftingReport:
-    """What was chosen for the latest batch size, and why.
-
-    `rounds` counts finished rounds by plan, plain steps included; `explored` those that were tried against the
-    forecast. `acceptance` holds, by group of the draft model's plans, the estimated probability that depth 1, 2, ... is
-    accepted once the depth before was; of what was said before, how often candidates came over what was promised.
-    `forecasts` are sorted, the fastest first.
-    """
-
-    chosen: str
-    reason: str
-    rounds: dict[str, int]
-    explored: int
-    acceptance: dict[str, list[float]]
-    forecasts: list[Forecast] = field(default_factory=list)
 
 
 class Option(NamedTuple):
     """A step of `plan` (None: a plain one) that should give each sequence so many `tokens` on average in the time of
-    `steps` plain ones, `rate` tokens in that of one."""
+    `steps` plain ones: `rate` is tokens over steps."""
 
     plan: DraftPlan | None
     tokens: float
     steps: float
     rate: float
-
-    @classmethod
-    def of(cls, plan: DraftPlan | None, tokens: float, steps: float) -> Option:
-        """With its rate."""
-        return cls(plan, tokens, steps, tokens / steps)
-
-    @property
-    def risk(self) -> float:
-        """How many plain steps it loses if nothing is accepted."""
-        return self.steps - 1.0
-
-    def forecast(self, batch: int, plain: float) -> Forecast:
-        """For people, where a plain step takes so many seconds."""
-        name, seconds = PLAIN if self.plan is None else self.plan.name, self.steps * plain
-        return Forecast(name, self.tokens, seconds, batch * self.tokens / seconds)
 
 
 #: What is known of steps is looked at anew after so many plain ones at the most.
