@@ -200,17 +200,15 @@ class AcceptanceModel:
 
     def estimates(self) -> dict[str, list[float]]:
         """The shares a_1, a_2, ... of each group, each given that the depth before was accepted."""
-        misses, miss = [], math.log(1.0 - FIRST_GUESS)
+        misses, miss = list[float](), math.log(1.0 - FIRST_GUESS)
         for depth in zip_longest(*self._tallies.values(), fillvalue=_DepthCounts()):
             missed = sum([tally.tried * tally.miss for tally in depth]) + GUESSED_EVIDENCE * miss
             miss = missed / (sum([tally.tried for tally in depth]) + GUESSED_EVIDENCE)
             misses.append(miss)
-        found = {}
+        found: dict[str, list[float]] = {}
         for group, gain in self._gains.items():
-            found[group] = [
-                1.0
-                - (tally.tried * (1.0 - tally.share) + SHARED_EVIDENCE * math.exp(gain * miss))
-                / (tally.tried + SHARED_EVIDENCE)
-                for tally, miss in zip(self._tallies[group], misses)
-            ]
+            shares = found[group] = []
+            for tally, miss in zip(self._tallies[group], misses, strict=False):  # not all are as deep
+                shared = SHARED_EVIDENCE * (1.0 - math.exp(gain * miss))
+                shares.append((tally.tried * tally.share + shared) / (tally.tried + SHARED_EVIDENCE))
         return found

@@ -29,8 +29,7 @@ CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
 #: Given candidates, the best promises of many, must promise so many times the tokens a second of what else is done.
 GAIN = 1.2
 #: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
-#: found under rules, as first guesses; how quickly is followed what they save and how long the host waits; and how often
-#: one is found.
+#: found under rules, as first guesses; how quickly the first is followed, as how long the host waits, and the second.
 FIRST_SAVED, FIRST_CHANCE, _PACE, _FIND_PACE = 0.5, 0.5, 0.1, 0.05
 #: Where the host waits for the device for less than this share of a plain step, steps that it was asked for are late.
 #: What plain ones take in a row a `SAMPLE` tells, `LEAST` of which ended before it chose again; under rules there is
@@ -81,8 +80,7 @@ class Learner(Policy):
         #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, [0.0, 0.0]
         self._saved, self._finds = FIRST_SAVED, FIRST_CHANCE
-        #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
-        #: found when a plain step had begun.
+        #: Whether behind a round of given candidates nothing was looked for yet; whether one was found too late.
         self._behind_round, self._missed = False, False
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
@@ -246,8 +244,8 @@ class Learner(Policy):
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
         late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
-        self._choice.sample = SAMPLE if late else 1
-        is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
+        self._choice.is_late = late
+        is_searched = waited if plan is None else plan.is_given
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds / times.plain, LARGEST_SURPRISE * times.ratio(plan))

@@ -54,8 +54,8 @@ class OwnPlans:
         self.current: DraftPlan | None = None if adaptive else next(iter(plans), None)
         self._kept_for, self.kept = (0, False), 0
         #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take;
-        #: how many plain steps in a row tell what they take (several where the host is late for those it was asked for).
-        self.explored, self._undrafted, self._largest, self.sample = 0, 0, SMALL, 1
+        #: whether the host is late for steps that it is asked for.
+        self.explored, self._undrafted, self._largest, self.is_late = 0, 0, SMALL, False
         #: How many steps have ended, and how many had when each plan was in use last.
         self._steps, self._used = 0, dict.fromkeys([None, *plans], 0)
         #: The options by batch and rules, the fastest first, and how many plain steps have ended since.
@@ -78,11 +78,11 @@ class OwnPlans:
         if tried is not None:
             self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
             if tried.plan is None:
-                self.current, self.kept = None, self.sample - 1
+                self.current = None
             self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
             return tried.plan
         if best.plan is None:
-            share, least = (2 * PUT_OFF, LEAST_KEPT) if self.sample > 1 else (PUT_OFF, 0)
+            share, least = (2 * PUT_OFF, LEAST_KEPT) if self.is_late else (PUT_OFF, 0)
             self.kept = max(least, min(MOST_KEPT, int(share * self._undrafted)))
         return best.plan
 
@@ -137,7 +137,6 @@ class OwnPlans:
             loss, since = each.steps - 1.0, self._undrafted
             if best.plan is not None:
                 loss = each.steps / best.steps * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
-                loss *= self.sample if each.plan is None else 1
                 since = self._steps - self._used[each.plan]
             if loss <= TRIES_SHARE * since and step.fits(each.plan):
                 return each

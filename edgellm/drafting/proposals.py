@@ -14,10 +14,9 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.suffix_index import Proposal, SuffixIndex
 
-#: The most candidates below one token; less likely ones are left out.
-WIDTH, LEAST_CHANCE = 3, 0.02
-#: How likely a forced token is: the text is forced, but other tokens may spell it.
-FORCED_CHANCE = 0.97
+#: The most candidates below one token; less likely ones are left out; how likely a forced token is: the text is forced,
+#: but other tokens may spell it.
+WIDTH, LEAST_CHANCE, FORCED_CHANCE = 3, 0.02, 0.97
 
 
 @dataclass
@@ -61,19 +60,17 @@ class Proposed(NamedTuple):
         return Proposed(tree, chances, [self.promises[node] for node in kept]) if kept else None
 
 
-#: No candidates.
-NOTHING = Proposed(GivenTree([], []), [])
+NOTHING = Proposed(GivenTree([], []), [])  # no candidates
 
 
 class Trust:
     """How often candidates came whose parent had come, over what the index promised, by the promise. Recent ones count
     most."""
 
-    #: Where the kinds of promises begin; what each comes at over its promise before anything was seen; and for how many
-    #: promised tokens this first guess counts, and what was seen at most.
+    #: Where the kinds of promises begin; what each comes at over its promise before anything was seen; for how many
+    #: promised tokens this first guess counts, and what was seen at most; and the surest chance.
     KINDS, FIRST = (0.0, 0.35, 0.6, 0.8), (0.5, 0.7, 0.85, 0.95)
-    FIRST_EVIDENCE, MEMORY = 6.0, 64.0
-    MOST = 0.99
+    FIRST_EVIDENCE, MEMORY, MOST = 6.0, 64.0, 0.99
 
     def __init__(self) -> None:
         self._promised, self._came = [0.0] * len(self.KINDS), [0.0] * len(self.KINDS)
@@ -141,8 +138,7 @@ class HostProposals:
             return NOTHING
         if said.place < sequence.known:
             if said.proposed is not None:
-                came = sequence.drawn[said.place : sequence.known]
-                self.trust.learn(said.proposed, came)
+                self.trust.learn(said.proposed, came := sequence.drawn[said.place : sequence.known])
                 said.proposed = said.proposed.behind(came)
             said.place = sequence.known
         if asks and (said.proposed is None or 2 * len(said.proposed.chances) < said.whole):

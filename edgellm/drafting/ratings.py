@@ -28,9 +28,8 @@ class Search:
     steps. A look in vain puts the next one off, for longer each time, until it costs no more than `LOOK_SHARE` of the
     steps between."""
 
-    #: The budget at first and at most; of each token this share is added, and what rounds save. So much may be
-    #: overdrawn to use what was found: a look and a round of it take so long on slow hosts. Settled with
-    #: tools/bench/drafting_workloads.py and host_time.py.
+    #: The budget at first and at most; this share of each token is added, and what rounds save. So much is overdrawn to
+    #: use what was found, which takes slow hosts so long. Settled with drafting_workloads.py and host_time.py.
     FIRST, MOST, SHARE, OVERDRAFT, LOOK_SHARE = 4.0, 14.0, 0.005, 6.0, 0.01
 
     def __init__(self) -> None:
@@ -61,10 +60,9 @@ class Account:
     lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth more than what the next text may
     cost. The loss that counts is that since the best place of the latest `WINDOW` tokens.
 
-    A text that suits the drafts has hard spells, too. So not all is lost at once: `LATER` is left for tries behind that
-    place, more and more of which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late.
-    And no round but the cheapest may lose more than one part in `CAREFUL` of what is left, so that several tell of a
-    change.
+    A text that suits the drafts has hard spells, too. So `LATER` is left for tries behind that place, more and more of
+    which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late. And no round but the
+    cheapest may lose more than one part in `CAREFUL` of what is left, so that several tell of a change.
     """
 
     #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
@@ -75,10 +73,9 @@ class Account:
 
     def __init__(self) -> None:
         self._tokens = self._saved = self._earned = 0.0
-        #: Places, in tokens, and what was saved up to them: each more than at all later ones.
-        self._best: deque[tuple[float, float]] = deque([(0.0, 0.0)])
-        #: What each round under way may lose.
-        self.risks: deque[float] = deque()
+        #: Places, in tokens, and what was saved up to them, each more than at all later ones; and what each round under
+        #: way may lose.
+        self._best, self.risks = deque([(0.0, 0.0)]), deque[float]()
 
     @property
     def left(self) -> float:

@@ -37,7 +37,7 @@ class Guess(NamedTuple):
     latency: float = 0.0
 
     def in_one_pass(self) -> Guess:
-        """For a draft model that proposes all levels in one pass. It has several layers: not measured, two levels'."""
+        """For a draft model that proposes all levels in one pass, of several layers: not measured, two levels'."""
         return self._replace(once=self.once + 2 * self.level, level=0.0)
 
     def ratio(self, plan: DraftPlan, batch: int, plain: float = math.inf) -> float:
@@ -114,9 +114,9 @@ class Seconds:
         self._unfaded += steps
         if self._unfaded >= FADED and not is_plain:
             kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
-            logs[:] = [kept * log for log in logs]
-            pairs = zip(variances, self._first, strict=True)
-            variances[:] = [first + kept**2 * (variance - first) for variance, first in pairs]
+            for place, first in enumerate(self._first):
+                logs[place] *= kept
+                variances[place] = first + kept**2 * (variances[place] - first)
         gain = 1.0 / (load + sum([variances[place] for place in places]) + NOISE**2 / steps)
         for place in places:
             logs[place] += gain * variances[place] * surprise
