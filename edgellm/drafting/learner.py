@@ -1,10 +1,9 @@
 """Which plan is taken: plain steps, a draft model's rounds, or rounds of what the host knows.
 
-One learner rates all by the tokens that they should give in the time of a plain step. What candidates promise follows
-from the tokens that came, what rounds take from finished ones. Choices follow from finished steps alone, never from a
-draft that is under way, so they cannot bias the output. What steps took over the plain steps that their tokens would
-have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates of the host has a
-budget of its own (`Search`). Where it looks in vain it rests: the decoding loop asks nothing for some steps.
+One learner rates all by the tokens that they should give in the time of a plain step. Choices follow from finished
+steps alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps
+that their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for
+candidates of the host has a budget of its own (`Search`). Behind a look in vain the decoding loop asks nothing a while.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ LEAST_BLOCKED, SAMPLE, LEAST, SAMPLED_EACH = 0.3, 6, 4, 96
 class Learner(Policy):
     """Chooses the plan of each step, and the host's candidates for it.
 
-    `own` are the plans of a draft model; where they are not `adaptive` the first that fits is what is done otherwise,
-    and not a plain step. Tokens that rules force are always proposed, an `index` of what was said is asked where there
-    is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
-    steps are launched ahead, and shapes captured. `in_one_pass`: the draft model proposes all levels at once.
-    `experts`: `chosen` and `read` of `Guess`. Deterministic but for the seconds that it is told, and takes.
+    `own` are the plans of a draft model; where they are not `adaptive` the first that fits is taken in place of plain
+    steps. Tokens that rules force are proposed, and what an `index` of what was said finds: `deepest` is the most such
+    candidates that the engines take one after the other (0: none), `ahead` whether steps are launched ahead, and shapes
+    captured. `in_one_pass`: the draft model proposes all levels at once. `experts`: `chosen` and `read` of `Guess`.
     """
 
     def __init__(
@@ -61,13 +59,10 @@ class Learner(Policy):
         self.looks_up = index is not None
         self.drafts = self.looks_up or bool(own)
         sizes = CAPTURED_TREES if ahead else COMPUTED_TREES
-        #: The plans of given candidates, by size.
         self.given_plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes if deepest)
-        self.plans, self.forced_plans = self.own, self.given_plans
-        if self.looks_up:
-            self.plans, self.forced_plans = self.own + self.given_plans, ()
-        self.host = HostProposals(max(sizes) - 1, deepest, index)
-        self.account = Account()
+        of_all = (*own, *self.given_plans)
+        self.plans, self.forced_plans = (of_all, ()) if self.looks_up else (self.own, self.given_plans)
+        self.host, self.account = HostProposals(max(sizes) - 1, deepest, index), Account()
         guess = (CAPTURED if ahead else COMPUTED)._replace(chosen=experts[0], read=experts[1])
         self._guess = guess.in_one_pass() if in_one_pass else guess
         #: By batch size and rules, as all figures that are kept; the latest, and what was compared with plain steps.
@@ -111,7 +106,8 @@ class Learner(Policy):
             self.rest = SAMPLE if self.own and self._adaptive and self._ahead else 0
             return None if begun or self._adaptive else first_fitting(self.own, *step), None
         search = self.searches[ruled]
-        if ruled and self._is_host_bound(times) and self._chosen >= search.begins + SAMPLED_EACH:
+        is_late = self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
+        if ruled and is_late and self._chosen >= search.begins + SAMPLED_EACH:
             search.begins = self._chosen + SAMPLE
         if known and self._looks(ruled, not (self._missed or waited)):
             asks = not waited or (self._behind_round and not ruled)
@@ -131,10 +127,6 @@ class Learner(Policy):
             self._choice.kept -= self.rest
         return plan, None
 
-    def _is_host_bound(self, times: Seconds) -> bool:
-        """Whether the device waits for the host, so that looking makes plain steps slower, too."""
-        return self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
-
     def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
         """Whether it is time to look for candidates, `is_fresh` or what was found, and the budget affords it."""
         may_find = bool(self.given_plans) and (ruled or self.looks_up)
@@ -143,21 +135,24 @@ class Learner(Policy):
     def _look(
         self, step: Step, sequences: Sequence[Drafted], asks: bool, waited: bool = False
     ) -> tuple[list[Proposed], DraftPlan | None]:
-        """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too. It costs
-        nothing where the device, which has not `waited`, is at work for longer."""
-        began, search = time.perf_counter(), self.searches[step.ruled]
+        """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too."""
+        began = time.perf_counter()
         found = [self.host.proposed(sequence, step.room - 1, asks) for sequence in sequences]
         best = self._best_given(step, found)
-        if best is not None:
-            search.patience = 0
         if step.ruled:
             self._finds += _FIND_PACE * ((best is not None) - self._finds)
-        seconds = time.perf_counter() - began
+        self._charge(step, began, best is not None, waited)
+        return found, best
+
+    def _charge(self, step: Step, began: float, found: bool, waited: bool = False) -> None:
+        """A look has ended, which costs nothing where the device, which has not `waited`, is at work for longer."""
+        search, seconds = self.searches[step.ruled], time.perf_counter() - began
+        if found:
+            search.patience = 0
         if not self._ahead or waited or self._blocked[step.ruled] <= seconds:
             self._looked += seconds
-            if best is None:
+            if not found:
                 search.put_off(self._chosen, seconds / self._times[step.batch, step.ruled].plain)
-        return found, best
 
     def _best_given(self, step: Step, found: Sequence[Proposed]) -> DraftPlan | None:
         longest = max([len(each.chances) for each in found])
@@ -180,8 +175,11 @@ class Learner(Policy):
 
     def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
-        if (len(sequences), False) in self._times and self._looks(False):
-            self._look(Step(runner, len(sequences), room, False), sequences, True)
+        step = Step(runner, len(sequences), room, False)
+        if (step.batch, False) in self._times and self._looks(False):
+            began = time.perf_counter()
+            found = [self.host.proposed(sequence, room - 1, True) for sequence in sequences]
+            self._charge(step, began, any(each.chances for each in found))
 
     def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
@@ -256,8 +254,8 @@ class Learner(Policy):
         times.record(plan, seconds, waited, late)
 
     def _count_rests(self, learns: bool) -> None:
-        """Take notice of the plain steps that were not asked for since this was done last, all at once. Where the host
-        has chosen meanwhile nothing is learned of what they take, but they may have lost time."""
+        """Take notice of the plain steps that were not asked for meanwhile, all at once. Where the host chose while they
+        ran nothing is learned of what they take, but they may have lost time."""
         steps, seconds, ruled = self.rested_steps, self.rested_seconds, self.rests_as[1]
         self.rested_steps, self.rested_seconds = 0, 0.0
         self._chosen += steps

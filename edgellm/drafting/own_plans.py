@@ -15,8 +15,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 # Settled with tools/bench/drafting_workloads.py: tools/bench/results/2026-11-29-cpu-learner-small.md.
 #: What is chosen anew must promise so many times the tokens a second of what is in use.
 SWITCHING_GAIN = 1.02
-#: The share of the steps since a plan was used that trying it may lose, and the share of a round that a try counts as
-#: losing at least: forecasts of what was not tried may be wrong.
+#: The share of the steps since a plan was used that trying it may lose, and that of a round that a try risks at least.
 TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
 #: Plans are rated anew behind a round, and after so many plain steps, by which a draft model's figures fade.
 REFRESHED = 64
@@ -24,8 +23,7 @@ REFRESHED = 64
 #: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how many came in a row, so that what pays begins later
 #: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least, and twice that share.
 KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 12
-#: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
-#: came: rounds of large trees cost most where nothing is known yet.
+#: Nodes of plans that may be taken at once; how many times as large as one of which a candidate came the next may be.
 SMALL, LARGER = 8, 3
 
 
@@ -112,8 +110,7 @@ class OwnPlans:
         return [Option(None, 1.0, 1.0, 1.0), *[Option(*each, each[1] / each[2]) for each in rated]]
 
     def _safe(self, step: Step, times: Seconds) -> list[Option]:
-        """Plain steps, and what may lose no more than the account affords, of trees those of which a smaller one has
-        shown that they may grow; the fastest first."""
+        """Plain steps, and what the account affords, of trees as far as they may have grown; the fastest first."""
         rated = self._rated.get((step.batch, step.ruled))
         if rated is None:
             rated = sorted(self.ratings(step.ruled, times), key=lambda option: -option.rate)

@@ -1,5 +1,4 @@
-"""What the host proposes: tokens that rules force, what followed where the same was said before, and how far to trust
-that."""
+"""What the host proposes: tokens that rules force, and what followed where the same was said, as far as it came."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ NOTHING = Proposed(GivenTree([], []), [])  # no candidates
 
 
 class Trust:
-    """How often candidates came whose parent had come, over what the index promised, by the promise. Recent ones count
-    most."""
+    """How often candidates came whose parent had come, over what the index promised, by the promise; of late."""
 
     #: Where the kinds of promises begin; what each comes at over its promise before anything was seen; for how many
     #: promised tokens this first guess counts, and what was seen at most; and the surest chance.
@@ -115,7 +113,7 @@ class HostProposals:
             sequence.said = Said(self.index.open(prompt_ids))
 
     def close(self, sequence: Drafted) -> None:
-        """A sequence has ended: later ones may say what it said."""
+        """A sequence has ended: later ones may say the same."""
         said, sequence.said = sequence.said, None
         if said is not None and self.index is not None:
             self._tell(sequence, said)

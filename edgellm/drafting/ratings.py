@@ -24,9 +24,8 @@ MOST_REST = 255
 
 
 class Search:
-    """When candidates of the host are looked for: looks, and rounds of what they find, are paid from a budget in plain
-    steps. A look in vain puts the next one off, for longer each time, until it costs no more than `LOOK_SHARE` of the
-    steps between."""
+    """When candidates of the host are looked for: looks, and rounds of them, are paid from a budget in plain steps. One
+    in vain puts the next off, for longer each time, until looks cost no more than `LOOK_SHARE` of the steps between."""
 
     #: The budget at first and at most; this share of each token is added, and what rounds save. So much is overdrawn to
     #: use what was found, which takes slow hosts so long. Settled with drafting_workloads.py and host_time.py.
@@ -56,9 +55,8 @@ class Search:
 
 
 class Account:
-    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and where it has saved time
-    lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth more than what the next text may
-    cost. The loss that counts is that since the best place of the latest `WINDOW` tokens.
+    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and a tenth of what was
+    saved lately, up to `MOST_EARNED` steps. The loss that counts is that since the best place of the latest `WINDOW` tokens.
 
     A text that suits the drafts has hard spells, too. So `LATER` is left for tries behind that place, more and more of
     which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late. And no round but the
@@ -85,13 +83,9 @@ class Account:
 
     def affordable(self, cheapest: float) -> float:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
-        left = self.left - self.LATER * (1.0 - self._passed)
+        passed = math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
+        left = self.left - self.LATER * (1.0 - passed)  # all of it behind `WINDOW` tokens
         return max(min(left, cheapest), left / self.CAREFUL)
-
-    @property
-    def _passed(self) -> float:
-        """How much of what is for later may be spent: 0 at the best place, 1 behind `WINDOW` tokens."""
-        return math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
 
     def ended(self, tokens: float, saved: float, drafted: bool = True) -> None:
         """Steps, or one that was `drafted`, gave each sequence so many tokens, and saved so many plain steps."""

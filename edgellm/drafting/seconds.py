@@ -22,7 +22,7 @@ LARGEST_SURPRISE = 2.0
 
 class Guess(NamedTuple):
     """Of a round's time over a plain step's: `once`, for each `level` that a draft model proposes, and for each `node`
-    of each sequence that is verified. What a CPU computes row by row, a GPU hides behind reading the weights.
+    of each sequence that is verified.
 
     `chosen` of a mixture's experts are what a token goes through (a share of all of them), and `read` is their share of
     what a plain step reads: a round takes longer by the further experts that its tokens choose, evenly. `latency` are
@@ -61,18 +61,16 @@ CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01, latency=2e-5), Guess(2.5, 0.2, 0.09)
 class Seconds:
     """Seconds of the steps of one batch size, under rules or not, of which a plain one took `plain` seconds.
 
-    The logarithm of what a round takes over the guess is a sum: of the load of the machine (other work, clocks, length
-    of the context), which all steps share and which changes quickly, of what the guess of all rounds is wrong by, and
-    of the plan's own. Each finished step moves its terms, each by its share of their variances (a Kalman filter that
-    takes their errors for independent): what a round takes longer is load until plain steps say otherwise.
+    The logarithm of what a round takes over the guess is a sum: of the load (other work, clocks, long contexts), which
+    all steps share and which changes quickly, of what the guess of all rounds is wrong by, and of the plan's own. Each
+    finished step moves its terms by their shares of the variance (a Kalman filter that takes errors for independent).
     """
 
     def __init__(
         self, plans: Sequence[DraftPlan], guess: Guess, batch: int, plain: float, like: Seconds | None
     ) -> None:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
-        # The terms but the load: those of plans, of waiting, and of all rounds; they return to the guess, and their
-        # variances to these.
+        # Of plans, of waiting, and of all rounds: terms but the load return to the guess, their variances to these.
         self._first = [*[OWN_DOUBT**2] * len(plans), WAITED_DOUBT**2, GUESS_DOUBT**2]
         self._terms = {plan: (guess.ratio(plan, batch, plain), place, -1) for place, plan in enumerate(plans)}
         self._logs, self._variances = [0.0] * len(self._first), [*self._first]
