@@ -254,8 +254,8 @@ class Learner(Policy):
         times.record(plan, seconds, waited, late)
 
     def _count_rests(self, learns: bool) -> None:
-        """Take notice of the plain steps that were not asked for meanwhile, all at once. Where the host chose while they
-        ran nothing is learned of what they take, but they may have lost time."""
+        """Take notice of the plain steps that were not asked for meanwhile, all at once. Where the host chose meanwhile
+        nothing is learned of what they take, but they may have lost time."""
         steps, seconds, ruled = self.rested_steps, self.rested_seconds, self.rests_as[1]
         self.rested_steps, self.rested_seconds = 0, 0.0
         self._chosen += steps

@@ -56,7 +56,7 @@ class Search:
 
 class Account:
     """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and a tenth of what was
-    saved lately, up to `MOST_EARNED` steps. The loss that counts is that since the best place of the latest `WINDOW` tokens.
+    saved lately, up to `MOST_EARNED` steps. What counts is the loss since the best place of the latest `WINDOW` tokens.
 
     A text that suits the drafts has hard spells, too. So `LATER` is left for tries behind that place, more and more of
     which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late. And no round but the
