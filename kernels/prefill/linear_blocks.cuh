@@ -18,13 +18,15 @@ __device__ __forceinline__ const T* bias_of(const T* all, const Place& place, co
     return all + static_cast<size_t>(sorted.expert_of<G>(place)) * sorted.bias_elements;
 }
 
-// What becomes of a thread's sums, of a tile all of whose rows and columns exist, in even rows. rows: the layer's
-// outputs, of gates and ups half of its weight rows.
+// What becomes of a thread's sums, of a tile all of whose columns exist, in even rows. What stands there before is read
+// for several rows at once: a warp waits for it, and registers hold it. rows: the layer's outputs, of gates and ups half
+// of its weight rows.
 template <typename T, typename G, typename Output, typename... Sorted>
-__device__ __forceinline__ void write_whole(
-    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int rows,
-    const Sorted&... sorted) {
+__device__ __forceinline__ void write_columns(
+    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int batch,
+    int rows, const Sorted&... sorted) {
     __builtin_assume(rows % 2 == 0);
+    constexpr int ALL = 2 * G::ROW_TILES, FITTING = 16 / G::COLUMN_TILES, AT_ONCE = FITTING < ALL ? FITTING : ALL;
     float2 added[G::COLUMN_TILES] = {};
 #pragma unroll
     for (int c = 0; c < G::COLUMN_TILES; ++c) {
@@ -32,21 +34,31 @@ __device__ __forceinline__ void write_whole(
         if (bias != nullptr) added[c] = read_two(bias + s * rows + n, n, rows);
     }
 #pragma unroll
-    for (int i = 0; i < 2 * G::ROW_TILES; ++i) {
-        const int r = i / 2, half = i % 2, b = output_row(place.row + lane.row_of(r, half), sorted...);
-        if (G::SORTED && b < 0) continue;
-        float2 before[G::COLUMN_TILES];
+    for (int first = 0; first < ALL; first += AT_ONCE) {
+        float2 before[AT_ONCE][G::COLUMN_TILES];
+        int target[AT_ONCE];
 #pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS)
-            before[c] = output.before_two(b, place.column + lane.weight_row_of(c), rows);
+        for (int i = 0; i < AT_ONCE && first + i < ALL; ++i) {
+            const int row = place.row + lane.row_of((first + i) / 2, (first + i) % 2);
+            target[i] = row < batch ? output_row(row, sorted...) : -1;
 #pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
-            float2 one[G::SUMS];
+            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS)
+                if (target[i] >= 0)
+                    before[i][c] = output.before_two(target[i], place.column + lane.weight_row_of(c), rows);
+        }
 #pragma unroll
-            for (int s = 0; s < G::SUMS; ++s)
-                one[s] = make_float2(total[r][c + s][2 * half] + added[c + s].x,
-                                     total[r][c + s][2 * half + 1] + added[c + s].y);
-            output.two(b, place.column + lane.weight_row_of(c), rows, one, before[c]);
+        for (int i = 0; i < AT_ONCE && first + i < ALL; ++i) {
+            const int r = (first + i) / 2, half = (first + i) % 2;
+            if (target[i] < 0) continue;
+#pragma unroll
+            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
+                float2 one[G::SUMS];
+#pragma unroll
+                for (int s = 0; s < G::SUMS; ++s)
+                    one[s] = make_float2(total[r][c + s][2 * half] + added[c + s].x,
+                                         total[r][c + s][2 * half + 1] + added[c + s].y);
+                output.two(target[i], place.column + lane.weight_row_of(c), rows, one, before[i][c]);
+            }
         }
     }
 }
@@ -77,8 +89,8 @@ __device__ __forceinline__ void finish(
     int rows, const Sorted&... sorted) {
     if constexpr (G::ADAPTED) add_adapters<T, G>(total, lane, linear, place);
     if constexpr (G::SORTED) bias = bias_of<G>(bias, place, sorted...);
-    if (place.row + G::ROWS <= linear.batch && place.column + G::UNIT <= rows && rows % 2 == 0)
-        write_whole<T, G>(total, lane, bias, output, place, rows, sorted...);
+    if (place.column + G::UNIT <= rows && rows % 2 == 0)
+        write_columns<T, G>(total, lane, bias, output, place, linear.batch, rows, sorted...);
     else write_part<T, G>(total, lane, bias, output, place, linear.batch, rows, sorted...);
 }
 
