@@ -22,7 +22,7 @@ REFRESHED = 64
 #: Choosing costs the host half of a small model's step (tools/bench/learner_time.py). A plan is kept for so many more
 #: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how many came in a row, so that what pays begins later
 #: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least, and twice that share.
-KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 12
+KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 20
 #: Nodes of plans that may be taken at once; how many times as large as one of which a candidate came the next may be.
 SMALL, LARGER = 8, 3
 
