@@ -228,6 +228,37 @@ class SliceRule:
         return best
 
 
+@dataclass(frozen=True)
+class PanAndScanRule:
+    """Gemma 3's, where its file asks for that: beside the whole of a picture whose longer edge is `ratio` times the
+    other or more stand two to `most` crops of it, one behind the other along that edge, of `least` pixels a side or
+    more. Each is resized for itself."""
+
+    least: int
+    most: int
+    ratio: float
+
+    @classmethod
+    def open(cls, config: ProcessorConfig, vision: VisionConfig) -> PanAndScanRule | None:
+        """The rule of a `preprocessor_config.json`; None: pictures are shown as a whole alone."""
+        if not config.values.get("do_pan_and_scan"):
+            return None
+        if vision.family != "gemma3" or not config.switch("do_pan_and_scan"):
+            config.unsupported("do_pan_and_scan", "false: the model is not made for crops")
+        least, most = (config.count(f"pan_and_scan_{name}") for name in ("min_crop_size", "max_num_crops"))
+        return cls(least, most, config.positive("pan_and_scan_min_ratio_to_activate"))
+
+    def crops(self, height: int, width: int) -> list[tuple[slice, slice]]:
+        """Rows and columns of each crop; none: the whole alone is shown."""
+        longer, shorter = max(height, width), min(height, width)
+        count = min(self.most, max(2, min(longer // self.least, math.floor(longer / shorter + 0.5))))
+        length = -(-longer // count)
+        if longer / shorter < self.ratio or min(length, shorter) < self.least:
+            return []
+        parts = [slice(first, first + length) for first in range(0, longer, length)]
+        return [(slice(height), part) if width >= height else (part, slice(width)) for part in parts]
+
+
 def _nearest(edge: float, unit: int) -> int:
     """The multiple of a unit that is the nearest to an edge, at least one."""
     return max(round(edge / unit) * unit, unit)

@@ -74,6 +74,10 @@ _LFM2_VL = {
     **{"min_image_tokens": 64, "max_image_tokens": 256},
 }
 _GOT_OCR2 = {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12}
+_GEMMA3 = {
+    **{**_SIGLIP, "resample": _BILINEAR, "do_pan_and_scan": False, "pan_and_scan_min_crop_size": 256},
+    **{"pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2},
+}
 _GEMMA4 = {**_SIGLIP, "do_normalize": False, "patch_size": 16, "max_soft_tokens": 280, "pooling_kernel_size": 3}
 _MINICPMV4_6 = {
     **{**_SIGLIP, "max_slice_nums": 9, "scale_resolution": 448, "patch_size": 14},
@@ -110,9 +114,7 @@ PROCESSOR_KINDS = {
     "CLIPImageProcessor": ProcessorKind(_CLIP),
     "LlavaImageProcessor": ProcessorKind(_CLIP, pads_to_square=True),
     "SiglipImageProcessor": ProcessorKind(_SIGLIP),
-    "Gemma3ImageProcessor": ProcessorKind(
-        {**_SIGLIP, "resample": _BILINEAR, "do_pan_and_scan": False}, tokens_key="image_seq_length"
-    ),
+    "Gemma3ImageProcessor": ProcessorKind(_GEMMA3, tokens_key="image_seq_length"),
     "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="longest edge"),
     "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="tokens", channels_last=True),
     "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="nearest shape"),

@@ -24,7 +24,7 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_input import SOURCE_PIXELS, Channels, ImageSource, read_image
 from edgellm.multimodal.image_layout import ImageLayout, Size
 from edgellm.multimodal.image_processor import SmartResizeProcessor, check_aspect_ratio
-from edgellm.multimodal.prepared_image import PreparedImage, image_digest
+from edgellm.multimodal.prepared_image import PreparedImage, PreparedParts, image_digest
 from edgellm.multimodal.processor_config import read_video_config
 from edgellm.multimodal.sources import check_bytes, file_bytes
 
@@ -37,19 +37,13 @@ _DECODED_PIXELS = 36_000 * 1920 * 1080
 
 
 @dataclass(frozen=True, eq=False)
-class PreparedVideo:
+class PreparedVideo(PreparedParts):
     """A video for a vision encoder: `tiles` are its parts in time, `seconds` the mean of the times of the first and the
     last frame of each, `interval` how many seconds there are from one part to the next."""
 
-    tiles: tuple[PreparedImage, ...]
     seconds: tuple[float, ...]
     interval: float
     kind: ClassVar[str] = "video"
-
-    @property
-    def tokens(self) -> int:
-        """For how many tokens it stands."""
-        return sum(part.tokens for part in self.tiles)
 
     @property
     def digest(self) -> str:
@@ -57,11 +51,6 @@ class PreparedVideo:
         return hashlib.sha256(
             f"{[part.digest for part in self.tiles]} {self.seconds} {self.interval}".encode()
         ).hexdigest()
-
-    @property
-    def held_pixels(self) -> int:
-        """How many pixels its frames hold."""
-        return sum(part.held_pixels for part in self.tiles)
 
 
 class _Clip(NamedTuple):
@@ -136,7 +125,8 @@ class VideoProcessor:
         last = len(clip.times) - 1
         ends = [(place, min(place + together - 1, last)) for place in range(0, len(parts) * together, together)]
         seconds = tuple((clip.times[begin] + clip.times[end]) / 2 for begin, end in ends)
-        return PreparedVideo(tuple(parts), seconds, together / clip.rate)
+        held = sum(part.held_pixels for part in parts)
+        return PreparedVideo(tuple(parts), held, seconds, together / clip.rate)
 
     def size(self, count: int, height: int, width: int) -> Size:
         """Height and width of each of `count` frames after resizing: by the published processors' `smart_resize`, then

@@ -23,9 +23,8 @@ from edgellm.media.image_text import TextOfParts
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
-from edgellm.multimodal.prepared_image import PreparedImage
+from edgellm.multimodal.prepared_image import PreparedImage, TiledImage
 from edgellm.multimodal.sources import source_of_url
-from edgellm.multimodal.tiles import TiledImage
 from edgellm.multimodal.video import PreparedVideo, VideoProcessor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 from edgellm.text.messages import MediaReference
@@ -94,10 +93,7 @@ class VisionEncoder:
         token = self.kind.token_id
         if self._texts is None:
             return [token] * image.tokens
-        if isinstance(image, PreparedImage):
-            counts, rows, columns = image.runs, len(image.runs), 1
-        else:
-            counts, (rows, columns) = tuple(tile.tokens for tile in image.tiles), image.grid
+        rows, columns, counts = image.parts
         *before, end = self._texts.around(rows, columns, len(counts) > rows * columns, number)
         parts = ([*text, *[token] * count] for text, count in zip(before, counts, strict=True))
         return [*chain.from_iterable(parts), *end]
