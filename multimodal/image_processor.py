@@ -11,7 +11,7 @@ import numpy as np
 from edgellm.engines.errors import CheckpointError, ImageError
 from edgellm.engines.families.vision_config import VisionConfig
 from edgellm.engines.formats.strict_formats import is_integer
-from edgellm.multimodal.cut_rules import RULES_OF_FAMILIES, PanAndScanRule
+from edgellm.multimodal.cut_rules import RULES, PanAndScanRule
 from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
 from edgellm.multimodal.prepared_image import PreparedImage, TiledImage
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
@@ -77,11 +77,6 @@ class SmartResizeProcessor:
         how = config.resample(), config.normalization(), edge
         return cls(0, largest, vision.patch_size, vision.spatial_merge_size, 1, *how)
 
-    @property
-    def max_patches(self) -> int:
-        """The most rows that an image can have."""
-        return self.max_pixels // self.patch_size**2
-
     def prepare(self, pixels: np.ndarray) -> PreparedImage:
         """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that is too long for its width."""
         resized = self.resized_size(pixels.shape[0], pixels.shape[1])
@@ -143,7 +138,6 @@ class FixedSizeProcessor:
     tokens: int
     resample: int
     normalization: Normalization
-    image_size: int
     crops: PanAndScanRule | None
 
     @classmethod
@@ -175,13 +169,8 @@ class FixedSizeProcessor:
         key = config.kind.tokens_key
         if key and config.values.get(key, tokens) != tokens:
             config.refuse(key, f"{tokens}, as config.json has it")
-        how = config.resample(), normalization, side, PanAndScanRule.open(config, vision)
+        how = config.resample(), normalization, PanAndScanRule.open(config, vision)
         return cls(resized, crop, colour, vision.patch_size, tokens, *how)
-
-    @property
-    def max_patches(self) -> int:
-        """The rows of every image."""
-        return (self.image_size // self.patch_size) ** 2
 
     def prepare(self, pixels: np.ndarray) -> PreparedImage | TiledImage:
         """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that is too long for its width."""
@@ -218,7 +207,7 @@ def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int
     preprocessing that is not implemented.
     """
     config = read_processor_config(directory)
-    if config.kind.cut or vision.family in RULES_OF_FAMILIES:
+    if config.kind.cut or vision.family in RULES:
         return TilingProcessor.open(config, vision, max_patches)
     if config.kind.keeps_shape:
         return SmartResizeProcessor.open(config, vision, max_patches)

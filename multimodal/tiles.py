@@ -13,7 +13,7 @@ from PIL import Image
 
 from edgellm.engines.errors import ImageError
 from edgellm.engines.families.vision_config import VisionConfig
-from edgellm.multimodal.cut_rules import RULES, RULES_OF_FAMILIES, CutRule
+from edgellm.multimodal.cut_rules import RULES, CutRule
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, ImageLayout, Normalization, Size
 from edgellm.multimodal.prepared_image import PreparedImage, TiledImage, image_digest
 from edgellm.multimodal.processor_config import ProcessorConfig
@@ -99,7 +99,7 @@ class TilingProcessor:
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None) -> TilingProcessor:
         """The processor of a configuration; see `open_image_processor`."""
-        if config.kind.cut != RULES_OF_FAMILIES.get(vision.family, ""):
+        if config.kind.cut != vision.family:
             config.refuse("image_processor_type", f"that of {vision.family}")
         largest = vision.image_side**2 or max_patches or 1 << 31
         rule = RULES[config.kind.cut].open(config, vision, largest)

@@ -26,7 +26,7 @@ from edgellm.multimodal.image_layout import ImageLayout, Size
 from edgellm.multimodal.image_processor import SmartResizeProcessor, check_aspect_ratio
 from edgellm.multimodal.prepared_image import PreparedImage, PreparedParts, image_digest
 from edgellm.multimodal.processor_config import read_video_config
-from edgellm.multimodal.sources import check_bytes, file_bytes
+from edgellm.multimodal.sources import bytes_of
 
 #: A path, the bytes of a file, or frames with their times in seconds.
 VideoSource = str | Path | bytes | Sequence[tuple[float, ImageSource]]
@@ -165,10 +165,8 @@ class VideoProcessor:
         return rows * side, columns * side
 
     def _clip(self, source: Any, channels: Channels) -> _Clip:
-        if isinstance(source, (str, Path)):
-            return self._decoded(file_bytes(Path(source), "video"), str(source))
-        if isinstance(source, (bytes, bytearray, memoryview)):
-            return self._decoded(bytes(source), "the video")
+        if (found := bytes_of(source, "video")) is not None:
+            return self._decoded(*found)
         pairs = isinstance(source, (list, tuple)) and all(
             isinstance(each, (list, tuple)) and len(each) == 2 and isinstance(each[0], Real) and math.isfinite(each[0])
             for each in source
@@ -186,7 +184,6 @@ class VideoProcessor:
 
     def _decoded(self, data: bytes, what: str) -> _Clip:
         """The frames that are taken of a file. Their times are those of its mean rate, as published."""
-        check_bytes(len(data), what, "video")
         try:
             import av
         except ImportError as error:

@@ -114,9 +114,10 @@ def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> WriteImage
     left as it is. Raises EngineDirectoryError where the tokenizer lacks these tokens.
     """
     vision = directory.vision
-    if vision is not None and vision.config.family == "paligemma":
+    assert vision is not None  # for which texts are written
+    if vision.config.family == "paligemma":
         return _begun_behind_images(directory, vision.config, tokenizer)
-    if vision is None or vision.config.family != "gemma3":
+    if vision.config.family != "gemma3":
         return tokenizer.write_images
     ids = (vision.config.vision_start_token_id, vision.config.image_token_id, vision.config.vision_end_token_id)
     stand_for = "the beginning of an image, for a part of it and for its end"
