@@ -173,7 +173,7 @@ class Preparation:
             given = next((name for name, pieces in request.prompt_media.items() if pieces), None)
             if given is not None:
                 raise RequestError(f"a conversation has its {given} in its messages: leave `{given}` out")
-            return self._ready(partial(self._chat_ids, request, capacity), lambda: media_of_messages(request.messages))
+            return self._ready(partial(self._chat_ids, request, capacity), partial(media_of_messages, request.messages))
         prompt, tokenizer = () if request.prompt is None else request.prompt, self._tokenizer
 
         def encode(cropped: Sequence[bool]) -> list[int]:
