@@ -8,14 +8,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.commands.options import DRAFT_KINDS, OPTIONAL_KIND
+from edgellm.errors import shown
 
 
+<<<<<<< HEAD
 class PanelCommand(TyperCommand):
+=======
+class _GivenOnce:
+    """A command that takes the value of an option once, unless the option may be repeated."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        """As click makes it, but that of two values neither is forgotten: typer.BadParameter names both."""
+        parser = super().make_parser(ctx)  # type: ignore[misc]
+        for name, each in {**parser._short_opt, **parser._long_opt}.items():
+            if each.action == "store":
+                each.process = partial(_store, name, each)
+        return parser
+
+
+def _store(name: str, option: Any, value: Any, state: Any) -> None:
+    if option.dest in state.opts:
+        both = f"{shown(state.opts[option.dest])} and {shown(value)}"
+        raise typer.BadParameter(f"{both} are given: give one of them", param_hint=name)
+    type(option).process(option, value, state)
+
+
+class PanelCommand(_GivenOnce, TyperCommand):
+    """A command whose help shows its options by subject."""
+
+>>>>>>> main
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses as typer does, but `--draft` of `DraftingOptions` takes a kind alone, or stands alone."""
         if any(parameter.metavar == OPTIONAL_KIND for parameter in self.params):
@@ -29,7 +57,13 @@ class PanelCommand(TyperCommand):
         _write_panels(_option_rows(self, ctx), formatter)
 
 
+<<<<<<< HEAD
 class PanelGroup(TyperGroup):
+=======
+class PanelGroup(_GivenOnce, TyperGroup):
+    """Several commands, whose help shows them by subject."""
+
+>>>>>>> main
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows = []
         for name in self.list_commands(ctx):

@@ -24,7 +24,7 @@ from edgellm.engines.model.config import MTP
 from edgellm.engines.model.limits import LARGEST_LORA_RANK, LARGEST_LORA_SLOTS
 from edgellm.errors import RequestError, did_you_mean, require
 from edgellm.hub.downloads import Download, Progress, fetch, repository_folder
-from edgellm.hub.names import HubName
+from edgellm.hub.names import HubName, first_part
 
 if TYPE_CHECKING:
     from edgellm.engines.building.plans import BuildReport
@@ -61,6 +61,8 @@ def local_directory(
     require(isinstance(update, bool), "update", update, "True or False")
     options, name = checked_options({} if build is None else build), HubName.of(model, revision)
     is_file = name is None and is_gguf_file(Path(model))
+    if is_file and (first := Path(first_part(str(model)))).exists():
+        model = first  # of a model in several files there is one directory, whichever of them is named
     if name is None:
         _require_name(model, revision, update, () if is_file else options)
         if not is_file:

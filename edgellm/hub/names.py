@@ -62,7 +62,7 @@ class HubName:
             if name is None or not (is_file or is_whole) or (file and name.file):
                 own = "ORG/NAME" if name is None else name.repository
                 raise HubError(f"{text} is no address of a model, or of a GGUF file. Write {own}, or {own}:FILE.gguf")
-            return replace(name, file=_PART.sub(r"\1-00001-of-\3.gguf", file) or name.file, revision=revision or "main")
+            return replace(name, file=first_part(file) or name.file, revision=revision or "main")
         match = _NAME.fullmatch(str(text))
         if match is None or ".." in str(text).split("/") or "--" in match["repository"]:
             return None
@@ -71,6 +71,11 @@ class HubName:
 
     def __str__(self) -> str:
         return f"{self.repository}:{self.file}" if self.file else self.repository
+
+
+def first_part(file: str) -> str:
+    """The name of the first of the files that a split model has; another name as it is."""
+    return _PART.sub(r"\1-00001-of-\3.gguf", file)
 
 
 def _behind_host(text: str) -> str | None:

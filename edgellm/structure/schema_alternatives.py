@@ -113,8 +113,9 @@ class Alternatives:
             apart = one.values.isdisjoint(other.values)
         else:
             names = one.required | other.required if types == {"object"} else {}
-            properties = ((one.property(name), other.property(name)) for name in names)
-            apart = not types or any(self._told_apart(*both, tried, depth + 1) for both in properties)
+            apart = not types or any(
+                self._told_apart(one.property(name), other.property(name), tried, depth + 1) for name in names
+            )
         apart = apart or any(
             every(self._told_apart(each, beside, tried, depth + 1) for each in facts.schema[keyword])
             for facts, beside in ((one, second), (other, first))
