@@ -18,16 +18,12 @@ class TokenConstraint(Protocol):
     """The rules on one answer's tokens, at the place that the tokens consumed so far have led to."""
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """Write the mask of the next token to `row` (uint32 or int32 [ceil(V / 32)], contiguous).
-
-        Raises ConstraintError where no token is allowed, or the rules cannot be computed; the place stays as it was.
-        """
+        """Write the mask of the next token to `row` (uint32 or int32 [ceil(V / 32)], contiguous). Raises
+        ConstraintError where no token is allowed, or the rules cannot be computed; the place stays as it was."""
 
     def try_advance(self, token: int) -> bool:
-        """Consume a token where it is allowed; else return False and leave everything as it was.
-
-        Raises ConstraintError where the rules cannot be followed any further; the place stays as it was.
-        """
+        """Consume a token where it is allowed; else return False and leave everything as it was. Raises ConstraintError
+        where the rules cannot be followed any further; the place stays as it was."""
 
     def rollback(self, count: int) -> None:
         """Take the latest `count` tokens back that were consumed."""
@@ -50,7 +46,6 @@ class TokenConstraint(Protocol):
 
 
 def mask_words(vocab_size: int) -> int:
-    """How many words the mask of `vocab_size` tokens has."""
     return -(-vocab_size // 32)
 
 

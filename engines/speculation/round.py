@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,6 @@ class RoundKey(NamedTuple):
 
     @property
     def verify_range(self) -> int:
-        """The rows over which the base verifies."""
         return self.key_ranges[-1]
 
 
@@ -49,7 +49,7 @@ class RoundKinds:
         self, base: BaseEngineRunner, draft: Drafter, verification: TreeVerification, engines: LoadedEngines
     ) -> None:
         self._base, self._draft, self._verification, self._engines = base, draft, verification, engines
-        self._made: dict[tuple[int, DraftPlan, bool, bool, bool, int], _RoundKind] = {}
+        self._kind = cache(self._new_kind)
 
     def key(
         self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, taken: int, longest: int
@@ -58,20 +58,20 @@ class RoundKinds:
         longest of whose sequences has so many committed rows. `plain`: all draw by argmax; `adapts`: one has an
         adapter. Raises EngineError where the engines cannot serve the plan."""
         asked = batch, plan, plain, adapts, constrained, taken
-        (key, engines), loaded = self._made.get(asked) or self._make(*asked), self._engines
+        (key, engines), loaded = self._kind(*asked), self._engines
         ranges = tuple([loaded.key_range(widest, longest + rows) for widest, rows in engines])
         return RoundKey(*key[:-1], ranges)
 
     def keys(self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool) -> list[RoundKey]:
         """All that come up as sequences grow, where engines have fixed shapes."""
         asked = batch, plan, plain, adapts, constrained, self._draft.taken(batch)
-        key, engines = self._make(*asked)
+        key, engines = self._kind(*asked)
         changes = {size - rows + 1 for widest, rows in engines for size in self._engines.key_ranges(widest)}
         longest = self._base.limits.kv_capacity - key.plan.longest
         lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
         return list(dict.fromkeys(self.key(*asked, length) for length in lengths))
 
-    def _make(
+    def _new_kind(
         self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, taken: int
     ) -> _RoundKind:
         limits, verification = self._base.limits, self._verification
@@ -84,9 +84,7 @@ class RoundKinds:
             *self._draft.engines(bucket, served, taken),
             (verification.shape(bucket, nodes, widest, adapts), nodes),
         ]
-        kind = RoundKey(bucket, served, acceptance, adapts, constrained, taken), engines
-        self._made[batch, plan, plain, adapts, constrained, taken] = kind
-        return kind
+        return RoundKey(bucket, served, acceptance, adapts, constrained, taken), engines
 
 
 def part_keys(key: RoundKey) -> tuple[Hashable, ...]:
@@ -96,9 +94,7 @@ def part_keys(key: RoundKey) -> tuple[Hashable, ...]:
 
 class Round:
     """A round: what enqueues each of its `stages`, by name, in their order, with the arrays that they work on.
-
-    `emitted` [B, W+1] int32 are the number of tokens of each slot, then these, then -1.
-    """
+    `emitted` [B, W+1] int32 are the number of tokens of each slot, then these, then -1."""
 
     def __init__(self, base: BaseEngineRunner, draft: Drafter, verification: TreeVerification, key: RoundKey) -> None:
         self.key, self._base = key, base
@@ -190,13 +186,11 @@ class LaidOut:
         self._signal = backend.signal()
 
     def show(self) -> None:
-        """Enqueue the copies and the signal."""
         for copy, source in zip(self._copies, self._sources, strict=True):
             self._backend.copy(copy, source)  # type: ignore[arg-type]
         self._signal.give()
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """What was shown latest."""
         self._signal.wait()
         tokens, parents = (self._backend.seen(copy) for copy in self._copies)
         return tokens, parents
