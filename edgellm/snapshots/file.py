@@ -46,10 +46,8 @@ _OTHER_VERSIONS = ("old version", "future version")
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot to `path`, in place of what has the name, and return once it is on the disk and read back.
-
-    At any moment before, also if power fails, `path` is what it was. Raises SnapshotError.
-    """
+    """Write a snapshot to `path`, in place of what has the name, and return once it is on the disk and read back. At
+    any moment before, also if power fails, `path` is what it was. Raises SnapshotError."""
     with explained(f"the snapshot {path} cannot be written", partial(SnapshotError, reason="not written")):
         path.parent.mkdir(parents=True, exist_ok=True)
         with StagedFile(path) as staged, ThreadPoolExecutor(1) as beside:
