@@ -14,6 +14,7 @@ from edgellm.engines.runners.captured_steps import LoadedEngines, in_order
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DraftPlan
 from edgellm.engines.speculation.drafter import Drafter
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
+from edgellm.kernels.arrays import Array
 
 
 class RoundKey(NamedTuple):
@@ -179,15 +180,14 @@ def _padded(trees: Sequence[GivenTree], batch: int, nodes: int) -> np.ndarray:
 class LaidOut:
     """Copies of the tokens and parents of trees in memory that the host sees, and the signal that they are there."""
 
-    def __init__(self, base: BaseEngineRunner, *arrays: object) -> None:
-        backend = self._backend = base.backend
-        self._sources = arrays
-        self._copies = [backend.host_visible(array.shape, "int32") for array in arrays]  # type: ignore[attr-defined]
-        self._signal = backend.signal()
+    def __init__(self, base: BaseEngineRunner, *arrays: Array) -> None:
+        self._backend, self._sources = base.backend, arrays
+        self._copies = [self._backend.host_visible(array.shape, "int32") for array in arrays]
+        self._signal = self._backend.signal()
 
     def show(self) -> None:
         for copy, source in zip(self._copies, self._sources, strict=True):
-            self._backend.copy(copy, source)  # type: ignore[arg-type]
+            self._backend.copy(copy, source)
         self._signal.give()
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
