@@ -50,7 +50,8 @@ class Drafter(FeatureUser):
     `trees`. By itself it has no model: every candidate is the host's, forced by rules or said before. Each method says
     what a draft model's drafter does, and how to leave it.
 
-    `models` are the states by the name under which snapshots keep them. Features of the base have so many elements.
+    `models` are the states by the name under which snapshots keep them; `feature_size` is how many elements the base's
+    features have.
     """
 
     has_model = False

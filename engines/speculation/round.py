@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +49,7 @@ class RoundKinds:
         self, base: BaseEngineRunner, draft: Drafter, verification: TreeVerification, engines: LoadedEngines
     ) -> None:
         self._base, self._draft, self._verification, self._engines = base, draft, verification, engines
-        self._kind = cache(self._new_kind)
+        self._made: dict[tuple[int, DraftPlan, bool, bool, bool, int], _RoundKind] = {}
 
     def key(
         self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, taken: int, longest: int
@@ -59,20 +58,20 @@ class RoundKinds:
         longest of whose sequences has so many committed rows. `plain`: all draw by argmax; `adapts`: one has an
         adapter. Raises EngineError where the engines cannot serve the plan."""
         asked = batch, plan, plain, adapts, constrained, taken
-        (key, engines), loaded = self._kind(*asked), self._engines
+        (key, engines), loaded = self._made.get(asked) or self._make(*asked), self._engines
         ranges = tuple([loaded.key_range(widest, longest + rows) for widest, rows in engines])
         return RoundKey(*key[:-1], ranges)
 
     def keys(self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool) -> list[RoundKey]:
         """All that come up as sequences grow, where engines have fixed shapes."""
         asked = batch, plan, plain, adapts, constrained, self._draft.taken(batch)
-        key, engines = self._kind(*asked)
+        key, engines = self._make(*asked)
         changes = {size - rows + 1 for widest, rows in engines for size in self._engines.key_ranges(widest)}
         longest = self._base.limits.kv_capacity - key.plan.longest
         lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
         return list(dict.fromkeys(self.key(*asked, length) for length in lengths))
 
-    def _new_kind(
+    def _make(
         self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, taken: int
     ) -> _RoundKind:
         limits, verification = self._base.limits, self._verification
@@ -85,7 +84,9 @@ class RoundKinds:
             *self._draft.engines(bucket, served, taken),
             (verification.shape(bucket, nodes, widest, adapts), nodes),
         ]
-        return RoundKey(bucket, served, acceptance, adapts, constrained, taken), engines
+        kind = RoundKey(bucket, served, acceptance, adapts, constrained, taken), engines
+        self._made[batch, plan, plain, adapts, constrained, taken] = kind
+        return kind
 
 
 def part_keys(key: RoundKey) -> tuple[Hashable, ...]:
