@@ -179,7 +179,8 @@ class DecodingRunner:
     def prepare_round(self, batch: int, plan: DraftPlan, ruled: bool = False) -> Round:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
         themselves, too, in their order."""
-        return self._round(self._round_key(batch, plan, ruled))
+        key = self._round_key(batch, plan, ruled)
+        return self._rounds.get(key) or self._make_round(key)
 
     def is_ready(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
         """Whether no capture of such a round is planned, so that it should wait for that (see `CapturedSteps`)."""
@@ -222,7 +223,7 @@ class DecodingRunner:
         for number, part in enumerate(part_keys(key)):
 
             def stages(number: int = number) -> Stages:
-                current = self._round(key)
+                current = self._rounds.get(key) or self._make_round(key)
                 if key.plan.is_given:
                     current.give(())
                 return current.parts[number][1]
@@ -245,9 +246,8 @@ class DecodingRunner:
         self.base.steps.planned.clear()
         self._steps.planned.clear()
 
-    def _round(self, key: RoundKey) -> Round:
-        if key not in self._rounds:
-            self._rounds[key] = Round(self.base, self.draft, self.verification, key)
+    def _make_round(self, key: RoundKey) -> Round:
+        self._rounds[key] = Round(self.base, self.draft, self.verification, key)
         return self._rounds[key]
 
     def logits(self, slot: int, count: int) -> np.ndarray:
