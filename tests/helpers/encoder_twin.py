@@ -6,12 +6,14 @@ import math
 from functools import reduce
 
 import numpy as np
+from decode_twins import NumpyTiledKernels, product
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.heads_twin import rms_norm
-from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels, capped, checked_launch, launched, product
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, Convolution, EncoderKernels
+from edgellm.kernels.encoder.local_attention import local_attention
+from edgellm.kernels.numpy_launch import checked_launch, launched
 
 _check = Contracts(EncoderKernels, np.ndarray)
 #: Scores that are held at a time.
@@ -105,21 +107,7 @@ class NumpyEncoder:
 
     @checked_launch(_check)
     def local_attention(self, qkv, relative, first, past, cap, scale, context):
-        (rows, width), size = context.shape, len(scale)
-        query, key, value = qkv.reshape(rows, 3, -1, size).swapaxes(0, 1)  # [R, n, D] each
-        query = query * (np.logaddexp(0, scale) / np.float32(math.sqrt(size) * math.log(2)))
-        key = key * np.float32(math.log(1 + math.e) / math.log(2))
-        positions = relative[:past, first : first + width].reshape(past, 1, -1, size)
-        weights = np.full((past, *query.shape[:2]), -np.inf, np.float32)
-        for back in range(min(past, rows)):
-            scores = (query[back:] * (key[: rows - back] + positions[back])).sum(axis=2)
-            weights[back, back:] = capped(scores, cap)
-        weights = np.exp(weights - weights.max(axis=0))
-        weights /= weights.sum(axis=0)
-        summed = np.zeros_like(query)
-        for back in range(min(past, rows)):
-            summed[back:] += weights[back, back:, :, None] * value[: rows - back]
-        np.copyto(context, summed.reshape(context.shape))
+        np.copyto(context, local_attention(qkv, relative, first, past, cap, scale))
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:
