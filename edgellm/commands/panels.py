@@ -38,8 +38,6 @@ def _store(name: str, option: Any, value: Any, state: Any) -> None:
 
 
 class PanelCommand(_GivenOnce, TyperCommand):
-    """A command whose help shows its options by subject."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses as typer does, but `--draft` of `DraftingOptions` takes a kind alone, or stands alone."""
         if any(parameter.metavar == OPTIONAL_KIND for parameter in self.params):
@@ -54,8 +52,6 @@ class PanelCommand(_GivenOnce, TyperCommand):
 
 
 class PanelGroup(_GivenOnce, TyperGroup):
-    """Several commands, whose help shows them by subject."""
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows = []
         for name in self.list_commands(ctx):
