@@ -47,7 +47,7 @@ LIMITS = {
     "published": 27_000,
     "quantized": 118_000,
     "speech": 16_000,
-    "tiled": 18_000,
+    "tiled": 22_000,
     "torch_files": 8_000,
     "video": 13_000,
     "vision": 11_000,
