@@ -59,6 +59,8 @@ class SpeechStream:
         tokenizer = self._llm.tokenizer
         ids = tokenizer.encode(found.text)
         self._tokens = len(ids)
+        if self._family == "voxtral_realtime":
+            return found  # it writes at the time of what it hears, and all of it each time
         if self._language is not None or self._family != "qwen3_asr":  # answers of others name none
             kept = tokenizer.decode(ids[: max(0, len(ids) - self._unfixed)])
             self._said = kept.rstrip("\N{REPLACEMENT CHARACTER}")  # a part of a character

@@ -60,8 +60,8 @@ class SoundFeatures:
 
     def _loudest(self, piece: PreparedAudio) -> float:
         """Of all parts, the largest logarithm; -inf where features are not measured by it."""
-        if self._mel.frame:
-            return -np.inf
+        if self._mel.frame or self._mel.loudest is not None:
+            return -np.inf if self._mel.loudest is None else self._mel.loudest
         unknown = [part for part in piece.parts if part.loudest is None]
         for first in range(0, len(unknown), self._room):
             self._slots_of(unknown[first : first + self._room])

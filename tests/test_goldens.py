@@ -44,7 +44,7 @@ LIMITS = {
     "policy": 2_500,
     "published": 27_000,
     "quantized": 134_000,
-    "speech": 16_000,
+    "speech": 18_000,
     "tiled": 21_000,
     "torch_files": 8_000,
     "video": 13_000,

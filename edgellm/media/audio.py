@@ -41,6 +41,8 @@ class AudioEncoder:
         self.kind, self.config = directory.config.media["audio"], directory.audio
         self._directory, self._metrics = directory, metrics
         self.mel = read_mel_config(directory.path, self.config)
+        #: Of the prompt that a sound is written behind, which all of it is added to; None where it has tokens of its own.
+        self._written: int | None = getattr(self.config, "prompt_tokens", None)
         chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
         self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
         #: Elements of a window's rows: those of the open one take as much memory, which the next ones are lent.
@@ -65,7 +67,8 @@ class AudioEncoder:
         with closing(self._directory.checkpoint()) as checkpoint:
             self._weights = self._backend.load_weights(checkpoint, model_weights(self.config), progress)
         self._features = SoundFeatures(self._backend, self.mel, self.config)
-        silence = Sound(self.mel.rate, np.zeros(self.config.window_frames * self.mel.hop, np.float32))
+        samples = self.config.window_frames * self.mel.hop - sum(self.mel.silence)
+        silence = Sound(self.mel.rate, np.zeros(samples, np.float32))
         piece = silence.prepared(self.mel, self.config)
         for _ in range(2 if self._backend.fixed_shapes else 0):  # the second run is captured, before one waits for it
             self._encoded(piece, 0, 0, self._measuring.digests(piece)[:1])
@@ -78,7 +81,8 @@ class AudioEncoder:
 
     def written(self, piece: PreparedAudio, number: int) -> list[int]:
         before, behind = self.config.around
-        return [*before, *[self.kind.token_id] * piece.tokens, *behind]
+        count = piece.tokens if self._written is None else self._written
+        return [*before, *[self.kind.token_id] * count, *behind]
 
     def encode(self, pieces: Sequence[PreparedAudio]) -> list[MediaEmbeddings]:
         """The rows of each window of each piece; those that are not known are computed, and nothing waits for that."""

@@ -170,6 +170,8 @@ class MediaEncoders:
                 )
             if own:
                 following[token] = map(encoder.written, own, count())
+        if self._config.adds_sound and len(pieces) > 1:
+            raise MediaError(f"the prompt has {len(pieces)} sounds, the model in {self._path} hears one at a time")
         if self._config.prefix_attention and not following:
             raise RequestError(
                 f"the request shows no image, but {self._path} is a model of prompts that begin with one"

@@ -327,6 +327,13 @@ class NumpyOperations(Operations[np.ndarray]):
         NumpyEncoder().local_attention(x[0], relative[0], step.first, step.past, step.cap, scale, context)()
         return context[None]
 
+    def past_attention(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, past: int) -> np.ndarray:
+        _, heads, rows, size = query.shape
+        context = np.empty((rows, heads * size), np.float32)
+        together = np.ascontiguousarray(np.concatenate((query, key, value)))
+        NumpyEncoder().past_attention(together, past, size**-0.5, context)()
+        return context.reshape(1, rows, heads, size).swapaxes(1, 2)
+
     def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
         """(sequence, adapter, scale) where the scale is not 0; same for all layers."""
         if scales is not self._scales:

@@ -271,7 +271,7 @@ class TensorRTOperations(Operations[Any]):
     def unfold(self, *given: Any) -> Any:
         raise EngineError("TensorRT has nothing for convolutions of encoders of speech: kernels and NumPy run them")
 
-    depthwise_convolution = local_attention = unfold
+    depthwise_convolution = local_attention = past_attention = unfold
 
     def concatenate(self, tensors: Sequence[Any], axis: int) -> Any:
         layer = self.network.add_concatenation(list(tensors))

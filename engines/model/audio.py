@@ -120,6 +120,25 @@ class ConformerConfig(AudioConfig):
         return (self.begin,), (self.end,)
 
 
+@dataclass(frozen=True)
+class RealtimeConfig(AudioConfig):
+    """Voxtral Realtime's encoder, a row of which sees itself and the `past` - 1 before it in a layer: one window is the
+    longest sound. Heads have `head_size` elements, norms `epsilon`. Tokens are written `delay` tokens behind what they
+    stand for, and a sound has `silence` of so many tokens before it and, beside the delay, behind it."""
+
+    head_size: int
+    past: int
+    epsilon: float
+    rope_theta: float
+    delay: int
+    silence: tuple[int, int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt that stand for the beginning of a sound, before any is written."""
+        return self.silence[0] + self.delay
+
+
 def convolved(size: int, times: int) -> int:
     """What so many convolutions over three places, with a stride of 2 and a zero at either end, leave of a size."""
     for _ in range(times):

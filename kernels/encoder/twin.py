@@ -16,6 +16,8 @@ from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, Convolu
 _check = Contracts(EncoderKernels, np.ndarray)
 #: Scores that are held at a time.
 _MOST_SCORES = 1 << 24
+#: Queries of attention to rows before that are taken together.
+_QUERIES = 256
 _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 
 
@@ -120,6 +122,19 @@ class NumpyEncoder:
         for back in range(min(past, rows)):
             summed[back:] += weights[back, back:, :, None] * value[: rows - back]
         np.copyto(context, summed.reshape(context.shape))
+
+    @checked_launch(_check)
+    def past_attention(self, heads: np.ndarray, past: int, scale: float, context: np.ndarray) -> None:
+        query, key, value = heads
+        for first in range(0, len(context), _QUERIES):
+            last, begin = min(first + _QUERIES, len(context)), max(0, first - past + 1)
+            scores = query[:, first:last] @ key[:, begin:last].swapaxes(1, 2) * np.float32(scale)
+            distances = np.arange(first, last)[:, None] - np.arange(begin, last)
+            scores[:, (distances < 0) | (distances >= past)] = -np.inf
+            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+            weights /= weights.sum(axis=2, keepdims=True)
+            found = weights @ value[:, begin:last]
+            np.copyto(context[first:last], found.swapaxes(0, 1).reshape(last - first, -1))
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:
