@@ -60,6 +60,7 @@ class SpeechStream:
         ids = tokenizer.encode(found.text)
         self._tokens = len(ids)
         if self._family == "voxtral_realtime":
+            self._tokens = len(found.response.token_ids)
             return found  # it writes at the time of what it hears, and all of it each time
         if self._language is not None or self._family != "qwen3_asr":  # answers of others name none
             kept = tokenizer.decode(ids[: max(0, len(ids) - self._unfixed)])

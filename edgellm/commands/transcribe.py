@@ -62,10 +62,10 @@ def transcribe(given: TranscribeOptions) -> None:
     settings = chosen_settings(given)
     asked: dict[str, Any] = {"prompt": given.prompt, "adapter": settings.adapter}
     asked |= {} if given.max_tokens is None else {"max_tokens": given.max_tokens}
-    # What a stream writes anew is mostly what it has written before.
-    drafting = None if given.every is None else DraftingConfig(kind="suffix")
-    with open_model_with(settings, drafting, chosen_adapters(settings)) as llm:
+    with open_model_with(settings, None, chosen_adapters(settings)) as llm:
         if given.every is not None:
+            if not llm.directory.config.adds_sound:  # what a stream writes anew is mostly what it has written before
+                llm.use_drafting(DraftingConfig(kind="suffix"))
             _follow(llm, given, given.every, asked)
             return
         found = llm.transcribe(

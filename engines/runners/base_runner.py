@@ -299,6 +299,10 @@ class BaseEngineRunner(PrefillingRunner):
         stages = self.token_rows.stages(self.sequences(slice(0, batch)).token_ids, in_order(before))
         return {**stages, name: in_order([last, *behind])}
 
+    def silence(self, shape: EngineShape) -> dict[str, Array]:
+        """What an engine of a text that hears nothing is bound to for that."""
+        return self._media_inputs.silence(shape)
+
     def _bring_sound(self, batch: int) -> None:
         """Bring the rows of sound that belong to the tokens which the leading slots take next."""
         for slot, length in enumerate(self.lengths[:batch]):

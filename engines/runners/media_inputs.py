@@ -16,6 +16,7 @@ from edgellm.engines.backends.base import Backend, Readback, uploaded
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.memory_plan import most_tokens
 from edgellm.engines.model.rotary import mrope_axes
 from edgellm.engines.model.row_steps import SOUND_ROWS
 from edgellm.engines.runners.media import MediaSpan, PromptMedia
@@ -103,8 +104,8 @@ class MediaInputs:
         #: What each slot hears: the rows [N, H] that belong to its first N tokens.
         self._heard: list[Array | None] = [None] * limits.max_batch
         if config.adds_sound:
-            self._sound = backend.zeros((max(limits.prefill_chunk, limits.max_batch) * config.hidden_size,), "compute")
-            self._silence = backend.zeros((limits.prefill_chunk * config.hidden_size,), "compute")
+            size = most_tokens(limits) * config.hidden_size
+            self._sound, self._silence = (backend.zeros((size,), "compute") for _ in range(2))
         if config.mrope_section:
             self._axes = uploaded(backend, mrope_axes(config))
             self._positions = backend.zeros((3 * limits.prefill_chunk,), "int32")
@@ -125,7 +126,7 @@ class MediaInputs:
     def engine_inputs(self, shape: EngineShape) -> dict[str, Array]:
         """What an engine is bound to for media alone, by name; of another phase than prefill nothing but sound."""
         if self._config.adds_sound:
-            return {SOUND_ROWS: leading(self._sound, (shape.batch, shape.tokens, self._config.hidden_size))}
+            return self._sound_rows(self._sound, shape)
         if shape.phase != "prefill":
             return {}
         size = (1, shape.tokens, self._config.hidden_size)
@@ -163,6 +164,13 @@ class MediaInputs:
             self._holds_features = bool(self._deepstack)
         if self._config.mrope_section and media.positions is not None:
             self._write_positions(media.positions[:, row : row + tokens[1] - tokens[0]], inputs["rope_rotary_cos_sin"])
+
+    def silence(self, shape: EngineShape) -> dict[str, Array]:
+        """What an engine is bound to for a text that hears nothing; nothing where the model adds no sound."""
+        return self._sound_rows(self._silence, shape) if self._config.adds_sound else {}
+
+    def _sound_rows(self, rows: Array, shape: EngineShape) -> dict[str, Array]:
+        return {SOUND_ROWS: leading(rows, (shape.batch, shape.tokens, self._config.hidden_size))}
 
     def hear(self, slot: int, media: PromptMedia | None) -> None:
         """Let a slot hear what is added to the embeddings of its text, or nothing."""
