@@ -1,4 +1,4 @@
-"""Log-mel features of sound, Whisper's (Radford et al. 2023), Voxtral Realtime's and Gemma 4's, and how a checkpoint wants them."""
+"""Log-mel features of sound, Whisper's (Radford et al. 2023) and Gemma 4's, and how a checkpoint wants them."""
 
 from __future__ import annotations
 

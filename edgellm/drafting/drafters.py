@@ -123,7 +123,10 @@ class Drafters:
             if not adaptive and not setting.gives_plain_tokens:
                 return FixedDrafter(plan)
             own = candidate_plans(setting, limits) if adaptive else fitting_plans(plan)
-        asked, gives = setting is not None and setting.proposes_given, not adds_sound and (setting is None or setting.gives_plain_tokens)
+        asked, gives = (
+            setting is not None and setting.proposes_given,
+            not adds_sound and (setting is None or setting.gives_plain_tokens),
+        )
         if asked and self.index is None:
             self.index = SuffixIndex()
         index, most = self.index if asked else None, verification.most_given if gives else 0

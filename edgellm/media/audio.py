@@ -41,10 +41,13 @@ class AudioEncoder:
         self.kind, self.config = directory.config.media["audio"], directory.audio
         self._directory, self._metrics = directory, metrics
         self.mel = read_mel_config(directory.path, self.config)
-        #: Of the prompt that a sound is written behind, which all of it is added to; None where it has tokens of its own.
+        #: Tokens of a prompt whose sound is added to all that follows, too; None where a sound has tokens of its own.
         self._written: int | None = getattr(self.config, "prompt_tokens", None)
         chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
-        self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
+        samples = chunks * self.config.chunk_frames * self.mel.hop
+        if self._written is not None:  # and no more than a window has, the silence around it included
+            samples = min(samples, self.config.window_frames * self.mel.hop) - sum(self.mel.silence)
+        self._most_seconds = max(0, samples) / self.mel.rate
         #: Elements of a window's rows: those of the open one take as much memory, which the next ones are lent.
         self._window_size = self.config.rows(self.config.window_frames) * self.config.out_hidden_size
         self._weights: dict[str, Array] = {}

@@ -1,8 +1,8 @@
 """Voxtral Realtime's encoder of speech: its configuration, its program, and what its checkpoint's tensors become.
 
-Two convolutions over time make a row of two frames (Whisper's: Radford et al. 2023), which see none that come later, as
-the rows of a decoder's layers do: rotary positions, and attention to as many rows before as a window has. Four rows side
-by side are projected to one, which is added to the embedding of the token that stands for their 80 ms.
+Two convolutions over time make a row of two frames (Whisper's: Radford et al. 2023). Neither they nor the layers see
+what comes later: as a decoder's, layers have rotary positions, and attend to as many rows before as a window has. Four
+rows side by side are projected to one, which is added to the embedding of the token that stands for their 80 ms.
 """
 
 from __future__ import annotations

@@ -150,9 +150,6 @@ MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3
 QWEN3_ASR = Family("qwen3_asr", "Qwen3ASRForConditionalGeneration", _read_qwen3_asr, {"tie_word_embeddings": True})
 VOXTRAL = Family("voxtral", "VoxtralForConditionalGeneration", _read_voxtral)
 VOXTRAL_REALTIME = Family(
-    "voxtral_realtime",
-    "VoxtralRealtimeForConditionalGeneration",
-    _read_voxtral_realtime,
-    {"tie_word_embeddings": True},
+    "voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", _read_voxtral_realtime, {"tie_word_embeddings": True}
 )
 QWEN2_AUDIO = Family("qwen2_audio", "Qwen2AudioForConditionalGeneration", _read_qwen2_audio)

@@ -82,8 +82,8 @@ class PromptMedia:
     """The `spans` of a prompt of N tokens, in their order there; made by `place_media`.
 
     `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE. Each of the
-    first `prefix` tokens sees all of these (PaliGemma); `prefix_digest` is that of their ids and what they show. Rows of
-    the sound that is `added` to the embeddings of prompt and answer (Voxtral Realtime) stand at the places of its rows.
+    first `prefix` tokens sees all of these (PaliGemma); `prefix_digest` is that of their ids and what they show. The
+    rows of a sound that is `added` (Voxtral Realtime) are added to the embeddings of prompt and answer, from the first.
     """
 
     spans: tuple[MediaSpan, ...]

@@ -276,7 +276,9 @@ def make_voxtral_realtime(directory: Path) -> None:
     expected, token_ids = heard(0, features[0], rows), [256, *[pad] * (32 + delay)]
     while len(token_ids) < len(rows):
         heard_yet = features[..., : len(token_ids) * config.audio_length_per_tok]
-        token_ids.append(int(model(torch.tensor([token_ids]), heard_yet, num_delay_tokens=delay).logits[0, -1].argmax()))
+        token_ids.append(
+            int(model(torch.tensor([token_ids]), heard_yet, num_delay_tokens=delay).logits[0, -1].argmax())
+        )
     written = torch.tensor(token_ids)
     expected |= answered("", written, model(written[None], features, num_delay_tokens=delay).logits[0])
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
@@ -368,5 +370,5 @@ def _check(processor: Qwen3ASRProcessor, model: Qwen3ASRForConditionalGeneration
 
 if __name__ == "__main__":
     makers = {"qwen3_asr": make, "voxtral": make_voxtral, "qwen2_audio": make_qwen2_audio, "gemma4": make_gemma4}
-    makers["voxtral_realtime"] = make_voxtral_realtime
+    makers |= {"voxtral_realtime": make_voxtral_realtime}
     write_folders(__doc__, makers)

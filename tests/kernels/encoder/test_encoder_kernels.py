@@ -6,7 +6,18 @@ import math
 
 import numpy as np
 import pytest
-from encoder_cases import CASES, Case, activate, attention, heads, local_attention, norm, nothing, past_attention, values
+from encoder_cases import (
+    CASES,
+    Case,
+    activate,
+    attention,
+    heads,
+    local_attention,
+    norm,
+    nothing,
+    past_attention,
+    values,
+)
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.kernels.encoder.contract import ACTIVATIONS, Convolution, activation_number, heads_refusal, padded_width
