@@ -133,7 +133,8 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
     if config.family == "gemma4":
         return _gemma4(file, values, config)
     if isinstance(config, RealtimeConfig):
-        for key, expected in {"global_log_mel_max": _LOUDEST, "win_length": values.get("n_fft")}.items():
+        fixed = {"sampling_rate": 16000, "hop_length": 160, "global_log_mel_max": _LOUDEST}
+        for key, expected in {**fixed, "win_length": values.get("n_fft")}.items():
             if values.get(key, expected) != expected:
                 raise UnsupportedModelError(f"{file}: {key} is {as_json(values[key])}, supported is {expected}")
     found = {}

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 #: Frames of a part at most; how many parts' logarithms are kept at least: a minute or two.
 _PART, _KEPT_PARTS = 100, 128
+#: Of sound; a frame, with what resampling looks at, needs no more than so many seconds behind its beginning.
+_FRAMES_A_SECOND, _AROUND = 100, 0.05
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,10 @@ class RealtimeConfig(AudioConfig):
     def prompt_tokens(self) -> int:
         """Tokens of a prompt that stand for the beginning of a sound, before any is written."""
         return self.silence[0] + self.delay
+
+    def settled(self, seconds: float) -> int:
+        """How many tokens of a text, its first included, stay when a sound of so many `seconds` goes on."""
+        return 1 + self.silence[0] + max(0, int((seconds - _AROUND) * _FRAMES_A_SECOND) // self.chunk_frames)
 
 
 def convolved(size: int, times: int) -> int:

@@ -140,14 +140,21 @@ def test_a_text_that_hears_nothing(llm: LLM) -> None:
 
 
 def test_a_stream_writes_on_as_more_is_heard(llm: LLM) -> None:
-    samples, rate = SPOKEN
+    (samples, rate), counts = SPOKEN, list[int]()
     stream = SpeechStream(llm, rate, **ALL)
-    for first in range(0, len(samples), rate):
-        found = stream.hear(samples[first : first + rate])
-    assert written(stream.finish()) == written(found) == expected_speech(NAME)["token_ids"].tolist()[PROMPT:]
+    for first in range(0, len(samples), rate // 2):
+        found = stream.hear(samples[first : first + rate // 2])
+        counts.append(len(written(found)))
+    assert written(stream.finish()) == expected_speech(NAME)["token_ids"].tolist()[PROMPT:]
+    assert (
+        found.text == stream.finish().text
+        and stream._ids[PROMPT:] == written(stream.finish())[: len(stream._ids) - PROMPT]
+    )
+    assert max(counts) <= 7 + 1 + 17  # half a second, and the silence behind it
     bounded = SpeechStream(llm, rate, max_tokens=4, **ALL)
-    counts = [len(written(bounded.hear(samples[first : first + rate]))) for first in (0, rate)]
-    assert counts == [4, 8]
+    texts = [bounded.hear(samples[first : first + rate]) for first in range(0, 3 * rate, rate)]
+    assert [len(written(each)) for each in texts] == [4] * 3
+    assert len(written(bounded.finish())) == 4 + 12
 
 
 def test_what_it_does_not_do_is_named(llm: LLM) -> None:
