@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,12 @@ class SpeechStream:
     def seconds(self) -> float:
         """How long what was heard is."""
         return self._sound.count / self._sound.rate
+
+    @property
+    def most_seconds(self) -> float:
+        """How long what is heard may be, beside what the context holds."""
+        audio = self._llm.directory.audio
+        return audio.most_seconds if isinstance(audio, RealtimeConfig) else math.inf
 
     def hear(self, samples: np.ndarray) -> Transcription:
         """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, and ContextError where the

@@ -134,9 +134,9 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
         return _gemma4(file, values, config)
     if isinstance(config, RealtimeConfig):
         fixed = {"sampling_rate": 16000, "hop_length": 160, "global_log_mel_max": _LOUDEST}
-        for key, expected in {**fixed, "win_length": values.get("n_fft")}.items():
-            if values.get(key, expected) != expected:
-                raise UnsupportedModelError(f"{file}: {key} is {as_json(values[key])}, supported is {expected}")
+        for key, supported in {**fixed, "win_length": values.get("n_fft")}.items():
+            if values.get(key, supported) != supported:
+                raise UnsupportedModelError(f"{file}: {key} is {as_json(values[key])}, supported is {supported}")
     found = {}
     for key, (usual, most) in _SIZES.items():
         value = usual if values.get(key) is None else values[key]
@@ -198,15 +198,8 @@ class Sound:
         """The sound as the encoder measures it, in parts of windows. AudioError where there is none."""
         if not self.count:
             raise AudioError("there is no sound yet: give at least one sample")
-        if config.family == "voxtral_realtime":  # one window, to which each sound is new
-            before, behind = (np.zeros(count, np.float32) for count in mel.silence)
-            whole = np.concatenate((before, resampled(self._tail, self.rate, mel.rate), behind))
-            parts = _parts(whole, 0, 0, mel)
-            frames = (sum(part.count for part in parts),)
-            if frames[0] > config.window_frames:
-                most = (config.window_frames * mel.hop - sum(mel.silence)) / mel.rate
-                raise AudioError(f"the sound has more than the {most:.0f} seconds that the model hears: cut it")
-            return PreparedAudio(parts, config.window_frames // mel.part, frames, config.rows(frames[0]), False)
+        if isinstance(config, RealtimeConfig):
+            return self._between_silence(mel, config)
         (up, down, reach), back = resampling(self.rate, mel.rate), mel.size // 2
         skipped, samples = self._first // down * up, resampled(self._tail, self.rate, mel.rate)
         parts = self._final + _parts(samples, skipped, len(self._final) * mel.part, mel)
@@ -222,6 +215,16 @@ class Sound:
         frames = tuple(min(window, measured - start) for start in range(0, measured, window))
         frames = tuple(count for count in frames if config.rows(count))
         return PreparedAudio(parts, size, frames, sum(map(config.rows, frames)), config.lead_windows > 0)
+
+    def _between_silence(self, mel: MelConfig, config: RealtimeConfig) -> PreparedAudio:
+        """The sound as one window, of which all is measured. AudioError where it is longer."""
+        before, behind = (np.zeros(count, np.float32) for count in mel.silence)
+        whole = np.concatenate((before, resampled(self._tail, self.rate, mel.rate), behind))
+        parts = _parts(whole, 0, 0, mel)
+        count = sum(part.count for part in parts)
+        if count > config.window_frames:
+            raise AudioError(f"the sound has more than the {config.most_seconds:.0f} seconds that are heard: cut it")
+        return PreparedAudio(parts, config.window_frames // mel.part, (count,), config.rows(count), False)
 
 
 def _parts(samples: np.ndarray, skipped: int, first: int, mel: MelConfig) -> tuple[Part, ...]:

@@ -140,6 +140,12 @@ class RealtimeConfig(AudioConfig):
         """Tokens of a prompt that stand for the beginning of a sound, before any is written."""
         return self.silence[0] + self.delay
 
+    @property
+    def most_seconds(self) -> float:
+        """The longest sound."""
+        tokens = self.window_chunks - sum(self.silence) - self.delay
+        return tokens * self.chunk_frames / _FRAMES_A_SECOND
+
     def settled(self, seconds: float) -> int:
         """How many tokens of a text, its first included, stay when a sound of so many `seconds` goes on."""
         return 1 + self.silence[0] + max(0, int((seconds - _AROUND) * _FRAMES_A_SECOND) // self.chunk_frames)

@@ -11,16 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 from encoder_models import EncoderBackend
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from safetensors.numpy import load_file, save_file
 from speech_models import CHECKPOINTS, TOLERANCE, expected_speech, features_of
 from synthetic_sound import RATE, SECONDS, SPARSE, places, sound
 
 from edgellm import LLM, DraftingConfig, Request, SpeechStream
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_program
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.model.row_steps import SOUND_ROWS
 from edgellm.engines.runners.media import MediaEmbeddings, PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import AudioError, EdgeLLMError, EngineError, MediaError, RequestError
@@ -96,6 +102,46 @@ def test_what_is_written_is_what_transformers_writes(voxtral_realtime_engines: P
         assert len(written(opened.transcribe(SPOKEN, **ALL))) == len(ids) - PROMPT
 
 
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
+def test_decode_kernels_add_what_is_heard(llm: LLM, way: type) -> None:
+    """As on a GPU, token by token, over the KV rows that the kernels write."""
+    config, expected = llm.directory.config, expected_speech(NAME)
+    rows = llm.call(lambda runtime: _rows_of(runtime, SPOKEN)).result()
+    with Checkpoint.open(CHECKPOINTS[NAME]) as checkpoint:
+        arrays: dict[str, np.ndarray] = load_numpy_weights(checkpoint, decoder_weights(config))
+    ids, decode = expected["token_ids"], EngineShape("decode", 1, 1, 128, 128)
+    engine, table = (
+        numpy_kernel_engine(config, decode, way),
+        rotary_table(config, 128, context=len(expected["token_ids"])),
+    )
+    states = {name: np.zeros(shape, np.float32) for name, (shape, _) in model_program(config, decode).states.items()}
+    inputs = {
+        "inputs_embeds": np.zeros((1, 1, config.hidden_size), np.float32),
+        SOUND_ROWS: np.zeros((1, 1, config.hidden_size), np.float32),
+        "rope_rotary_cos_sin": np.zeros((1, 1, config.rotary_columns), np.float32),
+        "attention_mask": np.zeros((1, 1, 1, 128), bool),
+        "kvcache_start_index": np.zeros(1, np.int32),
+    }
+    logits = np.full((1, 1, config.vocab_size), np.nan, np.float32)
+    bound = arrays | inputs | states | {f"present_{key}": each for key, each in states.items()} | {"logits": logits}
+    engine.bind({key: each for key, each in bound.items() if key in engine.tensors or key.startswith("present_")})
+    engine.attach(NumpyKernelDevice(), np.zeros(engine.scratch_bytes, np.uint8))
+    for row, token in enumerate(ids.tolist()):
+        inputs["inputs_embeds"][:], inputs[SOUND_ROWS][:] = arrays[EMBEDDING][token], rows[row]
+        inputs["rope_rotary_cos_sin"][:] = table[row]
+        inputs["attention_mask"][..., row] = True
+        inputs["kvcache_start_index"][:] = row
+        engine.enqueue()
+        found = logits[0, 0, places(len(ids), config.vocab_size)[row]]
+        np.testing.assert_allclose(found, expected["logits"][row], atol=5 * TOLERANCE)
+
+
+def _rows_of(runtime: Any, source: Any) -> np.ndarray:
+    encoder = runtime._media.by_name["audio"].opened()
+    (rows,) = [each.rows.copy() for each in encoder.encode([encoder.prepare(reference(source))])]
+    return np.asarray(rows)
+
+
 def test_engines_of_the_longest_sound_give_the_same_rows(voxtral_realtime_engines: Path) -> None:
     """As on a GPU, where a sound has silence behind it up to a minute, and weights have zeros."""
     directory = EngineDirectory.open(voxtral_realtime_engines)
@@ -151,6 +197,7 @@ def test_a_stream_writes_on_as_more_is_heard(llm: LLM) -> None:
         and stream._ids[PROMPT:] == written(stream.finish())[: len(stream._ids) - PROMPT]
     )
     assert max(counts) <= 7 + 1 + 17  # half a second, and the silence behind it
+    assert stream.most_seconds == 60.08
     bounded = SpeechStream(llm, rate, max_tokens=4, **ALL)
     texts = [bounded.hear(samples[first : first + rate]) for first in range(0, 3 * rate, rate)]
     assert [len(written(each)) for each in texts] == [4] * 3
