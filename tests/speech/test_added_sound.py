@@ -109,11 +109,8 @@ def test_decode_kernels_add_what_is_heard(llm: LLM, way: type) -> None:
     rows = llm.call(lambda runtime: _rows_of(runtime, SPOKEN)).result()
     with Checkpoint.open(CHECKPOINTS[NAME]) as checkpoint:
         arrays: dict[str, np.ndarray] = load_numpy_weights(checkpoint, decoder_weights(config))
-    ids, decode = expected["token_ids"], EngineShape("decode", 1, 1, 128, 128)
-    engine, table = (
-        numpy_kernel_engine(config, decode, way),
-        rotary_table(config, 128, context=len(expected["token_ids"])),
-    )
+    ids, decode = expected["token_ids"], EngineShape("decode", 1, 1, 128, 128, window_rows=128)
+    engine, table = numpy_kernel_engine(config, decode, way), rotary_table(config, 128)
     states = {name: np.zeros(shape, np.float32) for name, (shape, _) in model_program(config, decode).states.items()}
     inputs = {
         "inputs_embeds": np.zeros((1, 1, config.hidden_size), np.float32),
@@ -131,7 +128,8 @@ def test_decode_kernels_add_what_is_heard(llm: LLM, way: type) -> None:
         inputs["rope_rotary_cos_sin"][:] = table[row]
         inputs["attention_mask"][..., row] = True
         inputs["kvcache_start_index"][:] = row
-        engine.enqueue()
+        with np.errstate(over="ignore"):  # silu of large gates
+            engine.enqueue()
         found = logits[0, 0, places(len(ids), config.vocab_size)[row]]
         np.testing.assert_allclose(found, expected["logits"][row], atol=5 * TOLERANCE)
 
