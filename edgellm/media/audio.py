@@ -90,8 +90,8 @@ class AudioEncoder:
 
     def encode(self, pieces: Sequence[PreparedAudio]) -> list[MediaEmbeddings]:
         """The rows of each window of each piece; those that are not known are computed, and nothing waits for that."""
-        self._host.count()  # the work of those before is done by now
         seconds, found, reused = self._host.seconds, list[MediaEmbeddings](), 0
+        self._host.count()  # the work of those before is done by now
         for piece in pieces:
             digests = self._measuring.digests(piece)
             known = [self._cache.find(digest) for digest in digests]

@@ -133,19 +133,18 @@ class PromptTiling(NamedTuple):
 #: All tilings, the largest tiles first.
 TILINGS = (
     PromptTiling(2, 8, 4, 2, 1, SHARED),
+    PromptTiling(3, 4, 2, 4, 1, REGISTERS),
     PromptTiling(2, 8, 2, 2, 2, SHARED),
-    PromptTiling(2, 4, 2, 4, 1, REGISTERS),
+    PromptTiling(3, 4, 1, 4, 2, REGISTERS),
     PromptTiling(2, 8, 2, 1, 1, JOINED),
     PromptTiling(2, 4, 2, 2, 2, REGISTERS),
-    PromptTiling(2, 4, 1, 2, 2, JOINED),
     PromptTiling(1, 4, 2, 2, 3, REGISTERS),
 )
 
 #: Those of packed weights: few warps make values of the same codes, which four weight tiles of a warp leave room for.
 PACKED_TILINGS = (
-    PromptTiling(4, 4, 2, 4, 1, SHARED),
     PromptTiling(4, 4, 1, 4, 2, SHARED),
-    PromptTiling(2, 4, 2, 4, 1, REGISTERS),
+    PromptTiling(3, 4, 1, 4, 2, SHARED),
     PromptTiling(4, 4, 1, 2, 1, JOINED),
     PromptTiling(2, 4, 2, 2, 2, REGISTERS),
     PromptTiling(2, 4, 1, 2, 1, JOINED),

@@ -18,14 +18,23 @@ __device__ __forceinline__ const T* bias_of(const T* all, const Place& place, co
     return all + static_cast<size_t>(sorted.expert_of<G>(place)) * sorted.bias_elements;
 }
 
-// What becomes of a thread's sums, of a tile all of whose rows and columns exist, in even rows. rows: the layer's
-// outputs, of gates and ups half of its weight rows.
+// What becomes of a thread's sums, of a tile all of whose columns exist, in even rows. What stands there before is read
+// first, all of it: a warp waits for it once. rows: the layer's outputs, of gates and ups half of its weight rows.
 template <typename T, typename G, typename Output, typename... Sorted>
-__device__ __forceinline__ void write_whole(
-    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int rows,
-    const Sorted&... sorted) {
+__device__ __forceinline__ void write_columns(
+    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int batch,
+    int rows, const Sorted&... sorted) {
     __builtin_assume(rows % 2 == 0);
-    float2 added[G::COLUMN_TILES] = {};
+    float2 added[G::COLUMN_TILES] = {}, before[2 * G::ROW_TILES][G::COLUMN_TILES];
+    int target[2 * G::ROW_TILES];
+#pragma unroll
+    for (int i = 0; i < 2 * G::ROW_TILES; ++i) {
+        const int row = place.row + lane.row_of(i / 2, i % 2);
+        target[i] = row < batch ? output_row(row, sorted...) : -1;
+#pragma unroll
+        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS)
+            if (target[i] >= 0) before[i][c] = output.before_two(target[i], place.column + lane.weight_row_of(c), rows);
+    }
 #pragma unroll
     for (int c = 0; c < G::COLUMN_TILES; ++c) {
         const int s = c % G::SUMS, n = place.column + lane.weight_row_of(c - s);
@@ -33,12 +42,8 @@ __device__ __forceinline__ void write_whole(
     }
 #pragma unroll
     for (int i = 0; i < 2 * G::ROW_TILES; ++i) {
-        const int r = i / 2, half = i % 2, b = output_row(place.row + lane.row_of(r, half), sorted...);
-        if (G::SORTED && b < 0) continue;
-        float2 before[G::COLUMN_TILES];
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS)
-            before[c] = output.before_two(b, place.column + lane.weight_row_of(c), rows);
+        const int r = i / 2, half = i % 2;
+        if (target[i] < 0) continue;
 #pragma unroll
         for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
             float2 one[G::SUMS];
@@ -46,7 +51,7 @@ __device__ __forceinline__ void write_whole(
             for (int s = 0; s < G::SUMS; ++s)
                 one[s] = make_float2(total[r][c + s][2 * half] + added[c + s].x,
                                      total[r][c + s][2 * half + 1] + added[c + s].y);
-            output.two(b, place.column + lane.weight_row_of(c), rows, one, before[c]);
+            output.two(target[i], place.column + lane.weight_row_of(c), rows, one, before[i][c]);
         }
     }
 }
@@ -77,8 +82,8 @@ __device__ __forceinline__ void finish(
     int rows, const Sorted&... sorted) {
     if constexpr (G::ADAPTED) add_adapters<T, G>(total, lane, linear, place);
     if constexpr (G::SORTED) bias = bias_of<G>(bias, place, sorted...);
-    if (place.row + G::ROWS <= linear.batch && place.column + G::UNIT <= rows && rows % 2 == 0)
-        write_whole<T, G>(total, lane, bias, output, place, rows, sorted...);
+    if (place.column + G::UNIT <= rows && rows % 2 == 0)
+        write_columns<T, G>(total, lane, bias, output, place, linear.batch, rows, sorted...);
     else write_part<T, G>(total, lane, bias, output, place, linear.batch, rows, sorted...);
 }
 

@@ -362,4 +362,5 @@ def test_a_backend_hears_what_numpy_hears(name: str, backend: str, request: pyte
             both = dict(found.top).keys() & dict(expected.top).keys()
             assert len(both) >= least
             assert all(abs(dict(found.top)[each] - dict(expected.top)[each]) < near for each in both)
-        assert other.metrics()["speech"]["reused_sounds"] == 1
+        counts = other.metrics()["speech"]  # an encoder's seconds count with the next sound
+        assert counts["reused_sounds"] == 1 and counts["seconds"] > 0

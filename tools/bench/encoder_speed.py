@@ -69,6 +69,13 @@ MODELS: dict[str, tuple[VisionConfig, int]] = {
         ),
         5184,  # one megapixel in patches of 14
     ),
+    "Qwen3-VL 2B": (
+        VisionConfig(
+            "qwen3_vl", hidden_size=1024, intermediate_size=4096, num_layers=24, out_hidden_size=2048, patch_size=16,
+            activation="gelu_tanh", num_position_embeddings=2304, deepstack_layers=(5, 11, 17), **_QWEN,
+        ),
+        1200,  # a frame of 640 x 480 pixels
+    ),
     "Qwen3-VL 8B": (
         VisionConfig(
             "qwen3_vl", hidden_size=1152, intermediate_size=4304, num_layers=27, out_hidden_size=4096, patch_size=16,

@@ -18,7 +18,7 @@ import json
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -103,15 +103,18 @@ def shapes() -> list[EngineShape]:
 
 def step_digests(device: CudaDevice) -> Iterator[tuple[str, str]]:
     """The name and the digest of every step, or what sends it to TensorRT."""
-    module = KernelModule(device.gpu, device.stream)
-    for dtype in DTYPES:
-        tiled, gpu = CudaTiledKernels(module, dtype), capacity_of(module)
-        prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
-        for name, (sizes, _) in MODELS.items():
-            few = CudaDecodeKernels(module, dtype, sizes[-1])
-            steps = Steps(device, StepKernels(few, tiled, gpu, **prompts), dtype)
-            for shape in shapes():
-                yield f"{name} {dtype} {shape.name}", steps.digest(models(name)[shape.model], shape)
+    module, found = KernelModule(device.gpu, device.stream), dict[str, Callable[[], str]]()
+    with module.side_by_side():  # all kernels are compiled at once
+        for dtype in DTYPES:
+            tiled, gpu = CudaTiledKernels(module, dtype), capacity_of(module)
+            prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
+            for name, (sizes, _) in MODELS.items():
+                few = CudaDecodeKernels(module, dtype, sizes[-1])
+                steps = Steps(device, StepKernels(few, tiled, gpu, **prompts), dtype)
+                for shape in shapes():
+                    found[f"{name} {dtype} {shape.name}"] = steps.prepared(models(name)[shape.model], shape)
+    for name, digest in found.items():
+        yield name, digest()
     module.close()
 
 
@@ -122,26 +125,31 @@ class Steps:
         self._device, self._kernels, self._dtype = device, kernels, dtype
         self._weights: dict[str, DeviceArray] = {}
 
-    def digest(self, config: ModelConfig, shape: EngineShape) -> str:
-        """Of what a step gives out and of its caches, or what sends it to TensorRT."""
+    def prepared(self, config: ModelConfig, shape: EngineShape) -> Callable[[], str]:
+        """Gives the digest of what a step gives out and of its caches, or what sends it to TensorRT."""
         device, dtype, limit = self._device, self._dtype, self._device.gpu.shared_limit
         choice, reason = kernel_choice(config, shape, dtype, limit)
         if choice is None:
-            return ON_TENSORRT + reason
+            return lambda: ON_TENSORRT + reason
         engine = KernelEngine(self._kernels, choice, config, shape, dtype)
         engine.attach(device, device.zeros((engine.scratch_bytes,), "uint8"))
         program = model_program(config, shape)
         written = {f"present_{name}": name for name in program.states}
         arrays = {name: self._array(name, program, *kind) for name, kind in program.edge.items() if name not in written}
         engine.bind(arrays | {present: arrays[name] for present, name in written.items()})
-        engine.enqueue()
-        digest = hashlib.sha256()
-        for name in (*program.outputs, *program.states):
-            values = device.download(arrays[name])
-            if name == "logits" and not np.isfinite(values).all():
-                raise SystemExit(f"{shape.name} gave logits that are not finite, whose bits say nothing")
-            digest.update(values.tobytes())
-        return digest.hexdigest()
+        engine.prepare()
+
+        def digest() -> str:
+            engine.enqueue()
+            found = hashlib.sha256()
+            for name in (*program.outputs, *program.states):
+                values = device.download(arrays[name])
+                if name == "logits" and not np.isfinite(values).all():
+                    raise SystemExit(f"{shape.name} gave logits that are not finite, whose bits say nothing")
+                found.update(values.tobytes())
+            return found.hexdigest()
+
+        return digest
 
     def _array(self, name: str, program: Program, size: tuple[int, ...], kind: str) -> DeviceArray:
         """Memory for a tensor, with its values where the step reads them."""
