@@ -16,8 +16,8 @@ import numpy as np
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import Mixture
 from edgellm.engines.model.operations import Scoring
-from edgellm.kernels.decode.numpy_twins import capped
-from edgellm.kernels.experts.twin import chosen_experts
+from edgellm.kernels.decode.heads_twin import capped
+from edgellm.kernels.experts.choice import chosen_experts
 
 _ONE = np.float32(1)
 #: The matrices of all experts (`ExpertMatrices`), and their biases [E, N].

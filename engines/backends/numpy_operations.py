@@ -28,7 +28,7 @@ from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.steps import Norm
 from edgellm.kernels.decode.heads_twin import pairs_apart, rms_norm, square_sums
-from edgellm.kernels.encoder.twin import NumpyEncoder
+from edgellm.kernels.encoder.local_attention import local_attention, past_attention
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates, ScanGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, scan_gates, take_columns
@@ -323,15 +323,11 @@ class NumpyOperations(Operations[np.ndarray]):
     def local_attention(
         self, step: LocalAttention, x: np.ndarray, relative: np.ndarray, scale: np.ndarray
     ) -> np.ndarray:
-        context = np.empty((x.shape[1], x.shape[2] // 3), np.float32)
-        NumpyEncoder().local_attention(x[0], relative[0], step.first, step.past, step.cap, scale, context)()
-        return context[None]
+        return local_attention(x[0], relative[0], step.first, step.past, step.cap, scale)[None]
 
     def past_attention(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, past: int) -> np.ndarray:
         _, heads, rows, size = query.shape
-        context = np.empty((rows, heads * size), np.float32)
-        together = np.ascontiguousarray(np.concatenate((query, key, value)))
-        NumpyEncoder().past_attention(together, past, size**-0.5, context)()
+        context = past_attention(query[0], key[0], value[0], past, size**-0.5)
         return context.reshape(1, rows, heads, size).swapaxes(1, 2)
 
     def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:

@@ -1,5 +1,5 @@
 """The kernels of columns.cu on the GPU: parts of rows, columns of rows, and tokens' own embeddings. Methods have the
-arguments of their twins in `numpy_twins`."""
+arguments of their twins, `NumpyDecodeKernels`."""
 
 from __future__ import annotations
 

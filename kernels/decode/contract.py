@@ -1,8 +1,9 @@
 """What the kernels of linear layers and attention take: bundles, limits, and which shapes they refuse.
 
-`Array` is a NumPy array (float32 where the device has the compute dtype) for the twins of `numpy_twins`, which define
-what is computed, and a `DeviceArray` for the launchers. R rows stand for the new tokens of all sequences: B in a decode
-step, B T in a verify or draft step. "compute" is the model's dtype, float16 or bfloat16.
+`Array` is a NumPy array (float32 where the device has the compute dtype) for the twins `NumpyDecodeKernels` and
+`NumpyTiledKernels` (`tests/helpers/decode_twins.py`), which define what is computed, and a `DeviceArray` for the
+launchers. R rows stand for the new tokens of all sequences: B in a decode step, B T in a verify or draft step.
+"compute" is the model's dtype, float16 or bfloat16.
 """
 
 from __future__ import annotations

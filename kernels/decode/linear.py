@@ -1,6 +1,6 @@
 """The kernels of few rows on the GPU, with norms, columns and attention, prepared once and launched every step.
 
-Each method has the arguments of its NumPy twin in `numpy_twins`, which defines what it computes, and returns a `Launch`
+Each method has the arguments of its NumPy twin, which defines what it computes, and returns a `Launch`
 that enqueues it.
 """
 

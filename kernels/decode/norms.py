@@ -1,5 +1,5 @@
 """The kernels of norm.cu on the GPU: norms of rows and of their parts, rows that are scaled, capped, gated or added.
-Methods have the arguments of their twins in `numpy_twins`."""
+Methods have the arguments of their twins, `NumpyDecodeKernels`."""
 
 from __future__ import annotations
 

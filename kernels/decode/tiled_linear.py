@@ -1,6 +1,6 @@
 """The kernels of many rows on the GPU, as trees have that are verified, prepared once for every step.
 
-Each method has the arguments of its NumPy twin in `numpy_twins` and returns a `Launch` that enqueues it; norms and
+Each method has the arguments of its NumPy twin and returns a `Launch` that enqueues it; norms and
 attention are those of `CudaDecodeKernels`. A row gets the bits that `CudaDecodeKernels` computes.
 """
 

@@ -19,39 +19,46 @@ __device__ __forceinline__ const T* bias_of(const T* all, const Place& place, co
 }
 
 // What becomes of a thread's sums, of a tile all of whose columns exist, in even rows. What stands there before is read
-// first, all of it: a warp waits for it once. rows: the layer's outputs, of gates and ups half of its weight rows.
+// for several rows at once: a warp waits for it, and registers hold it. rows: the layer's outputs, of gates and ups half
+// of its weight rows.
 template <typename T, typename G, typename Output, typename... Sorted>
 __device__ __forceinline__ void write_columns(
     const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int batch,
     int rows, const Sorted&... sorted) {
     __builtin_assume(rows % 2 == 0);
-    float2 added[G::COLUMN_TILES] = {}, before[2 * G::ROW_TILES][G::COLUMN_TILES];
-    int target[2 * G::ROW_TILES];
-#pragma unroll
-    for (int i = 0; i < 2 * G::ROW_TILES; ++i) {
-        const int row = place.row + lane.row_of(i / 2, i % 2);
-        target[i] = row < batch ? output_row(row, sorted...) : -1;
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS)
-            if (target[i] >= 0) before[i][c] = output.before_two(target[i], place.column + lane.weight_row_of(c), rows);
-    }
+    constexpr int ALL = 2 * G::ROW_TILES, FITTING = 16 / G::COLUMN_TILES, AT_ONCE = FITTING < ALL ? FITTING : ALL;
+    float2 added[G::COLUMN_TILES] = {};
 #pragma unroll
     for (int c = 0; c < G::COLUMN_TILES; ++c) {
         const int s = c % G::SUMS, n = place.column + lane.weight_row_of(c - s);
         if (bias != nullptr) added[c] = read_two(bias + s * rows + n, n, rows);
     }
 #pragma unroll
-    for (int i = 0; i < 2 * G::ROW_TILES; ++i) {
-        const int r = i / 2, half = i % 2;
-        if (target[i] < 0) continue;
+    for (int first = 0; first < ALL; first += AT_ONCE) {
+        float2 before[AT_ONCE][G::COLUMN_TILES];
+        int target[AT_ONCE];
 #pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
-            float2 one[G::SUMS];
+        for (int i = 0; i < AT_ONCE && first + i < ALL; ++i) {
+            const int row = place.row + lane.row_of((first + i) / 2, (first + i) % 2);
+            target[i] = row < batch ? output_row(row, sorted...) : -1;
 #pragma unroll
-            for (int s = 0; s < G::SUMS; ++s)
-                one[s] = make_float2(total[r][c + s][2 * half] + added[c + s].x,
-                                     total[r][c + s][2 * half + 1] + added[c + s].y);
-            output.two(target[i], place.column + lane.weight_row_of(c), rows, one, before[i][c]);
+            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS)
+                if (target[i] >= 0)
+                    before[i][c] = output.before_two(target[i], place.column + lane.weight_row_of(c), rows);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE && first + i < ALL; ++i) {
+            const int r = (first + i) / 2, half = (first + i) % 2;
+            if (target[i] < 0) continue;
+#pragma unroll
+            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
+                float2 one[G::SUMS];
+#pragma unroll
+                for (int s = 0; s < G::SUMS; ++s)
+                    one[s] = make_float2(total[r][c + s][2 * half] + added[c + s].x,
+                                         total[r][c + s][2 * half + 1] + added[c + s].y);
+                output.two(target[i], place.column + lane.weight_row_of(c), rows, one, before[i][c]);
+            }
         }
     }
 }

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgellm.kernels.bfloat16 import float32_of, store_rounded
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.decode.numpy_twins import NumpyLaunch, checked_launch
+from edgellm.kernels.numpy_launch import NumpyLaunch, checked_launch
 from edgellm.kernels.portable_math import exp, sigmoid, silu, softplus
 from edgellm.kernels.recurrent import contract
 

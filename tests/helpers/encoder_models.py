@@ -9,6 +9,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+from decode_twins import NumpyTiledKernels
+from encoder_twin import NumpyEncoder, NumpyEncoderLinear
 from numpy_kernel_device import NumpyKernelDevice
 
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
@@ -20,8 +22,6 @@ from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeCo
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape, audio_shape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, vision_inputs
-from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
-from edgellm.kernels.encoder.twin import NumpyEncoder, NumpyEncoderLinear
 from edgellm.multimodal.vision_layout import Grid, vision_layout
 
 _COMMON: dict[str, Any] = {

@@ -7,8 +7,8 @@ descriptions and expected values are. A folder of many models is packed as one, 
 is stored once.
 Tools that make goldens read them by these functions, too, so that references compute with the bits that tests get.
 
-Of expected values [.., T, V] of which only an eighth is stored, `every_eighth`, each token is among them and, where
-tokens are eight or more, each row of the last weight. They and all logits are stored with fewer bits, `shortened`.
+Of expected values [.., T, V] of which only a share is stored, `share_of`, each token is among them and, where tokens
+are eight or more, each row of the last weight. They and all logits are stored with fewer bits, `shortened`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import shutil
 import struct
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -34,11 +34,13 @@ from golden_codes import Tensors, codes, rounded
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DRAWN, CODES, WHOLE, PACKED, ARCHIVE = ".drawn.json", ".codes.json", ".safetensors", ".xz", ".tar.xz"
-#: What ends the names of logits in `expected.safetensors`, and those of values of which an eighth is stored there.
-LOGITS, EIGHTH = "logits", ".eighth"
+#: What ends the names of logits in `expected.safetensors`.
+LOGITS = "logits"
+#: What ends the names of values there of which each 8th or 16th is stored.
+SHARES = {".eighth": 8, ".sixteenth": 16}
 #: Names of what is only compared, within bounds wider than what `shortened` changes; "rows" and "features" without a
 #: number are what something else is computed from.
-_COMPARED = re.compile(rf".*({LOGITS}|{re.escape(EIGHTH)})|(features|rows)\d+")
+_COMPARED = re.compile(rf".*({LOGITS}|{'|'.join(map(re.escape, SHARES))})|(features|rows)\d+")
 #: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
 _MIDDLE, _DEVIATION = 131070, 37837.0
 
@@ -85,11 +87,11 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
         path.unlink()
     if (expected := target / f"expected{WHOLE}").exists():
         tensors = read_tensors(expected)
-        stored = [name for name in tensors if name.endswith(EIGHTH)]
+        stored = [name for name in tensors if Path(name).suffix in SHARES]
         for name in stored:
             dtype, shape, data = tensors.pop(name)
-            values = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
-            tensors[name.removesuffix(EIGHTH)] = dtype, list(values.shape), values.tobytes()
+            values = with_gaps(np.frombuffer(data, np.float32).reshape(shape), SHARES[Path(name).suffix])
+            tensors[Path(name).stem] = dtype, list(values.shape), values.tobytes()
         if stored:
             write_tensors(expected, tensors, read_metadata(expected))
     return target
@@ -166,22 +168,27 @@ def packed(data: bytes) -> bytes:
     return min(found, key=len)
 
 
-def every_eighth(values: np.ndarray) -> np.ndarray:
-    """An eighth of values [.., T, V]: [.., T, V / 8], of token t those whose index leaves t % 8 when divided by 8."""
-    eights = values.reshape(*values.shape[:-1], -1, 8)
-    return np.take_along_axis(eights, _places(eights.shape), axis=-1)[..., 0]
+def share_of(shape: Sequence[int]) -> str:
+    """Which of `SHARES` of values [.., T, V] is stored: the smallest that has each V, else an eighth."""
+    return ".sixteenth" if shape[-2] >= 16 and shape[-1] % 16 == 0 else ".eighth"
 
 
-def with_gaps(eighth: np.ndarray) -> np.ndarray:
-    """float32 [.., T, V] of which `every_eighth` is `eighth`, the others NaN."""
-    eights = np.full((*eighth.shape, 8), np.nan, np.float32)
-    np.put_along_axis(eights, _places(eights.shape), eighth[..., None], axis=-1)
-    return eights.reshape(*eighth.shape[:-1], -1)
+def share(values: np.ndarray, each: int) -> np.ndarray:
+    """Each 8th or 16th of values [.., T, V]: [.., T, V / each], of token t those of an index that leaves t % each."""
+    parts = values.reshape(*values.shape[:-1], -1, each)
+    return np.take_along_axis(parts, _places(parts.shape), axis=-1)[..., 0]
+
+
+def with_gaps(stored: np.ndarray, each: int) -> np.ndarray:
+    """float32 [.., T, V] of which `share` is `stored`, the others NaN."""
+    parts = np.full((*stored.shape, each), np.nan, np.float32)
+    np.put_along_axis(parts, _places(parts.shape), stored[..., None], axis=-1)
+    return parts.reshape(*stored.shape[:-1], -1)
 
 
 def _places(shape: tuple[int, ...]) -> np.ndarray:
-    """Which of each eight values [.., T, V / 8, 8] is stored."""
-    tokens = np.arange(shape[-3]) % 8
+    """Which value of each part [.., T, parts, each] is stored."""
+    tokens = np.arange(shape[-3]) % shape[-1]
     return np.broadcast_to(tokens[:, None, None], (*shape[:-1], 1))
 
 

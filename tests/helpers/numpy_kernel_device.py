@@ -7,6 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from decode_twins import NumpyDecodeKernels, NumpyTiledKernels
+from encoder_twin import NumpyEncoder
+from experts_twin import NumpyExperts
+from prefill_twin import NumpyPrefill
 
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.steps.launching import StepKernels
@@ -15,10 +19,6 @@ from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.sharding import Share
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
-from edgellm.kernels.encoder.twin import NumpyEncoder
-from edgellm.kernels.experts.twin import NumpyExperts
-from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_files import GOLDENS
+from golden_files import golden_folder
 
 #: Seconds that pip may take, of which a package of 93 MB needs seven where a mirror is near.
 _PATIENCE = 40
@@ -24,7 +24,7 @@ _PATIENCE = 40
 @cache
 def published_answers() -> dict[str, Any]:
     """What transformers answers with it: see `tools/goldens/make_published_answers.py`."""
-    found = json.loads((GOLDENS / "published" / "smollm2.json").read_text(encoding="utf-8"))
+    found = json.loads((golden_folder("published") / "smollm2.json").read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
 

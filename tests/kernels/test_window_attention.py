@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from decode_twins import NumpyDecodeKernels, attend, rotary_embedding
+from prefill_twin import NumpyPrefill
 from window_cases import CASES, EPSILON, WindowCase
 
 from edgellm.kernels.decode.attention_geometries import AttentionShape, attention_geometry, attention_shared_bytes
 from edgellm.kernels.decode.contract import MAX_TOKENS
-from edgellm.kernels.decode.heads_twin import rms_norm, rotary_embedding
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, attend
+from edgellm.kernels.decode.heads_twin import rms_norm
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.rows import quantize_rows
 
 

@@ -7,8 +7,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+from decode_twins import NumpyDecodeKernels
 from device_bits import from_bits, relative, stored, to_bits, widened
 from gpu_device import device_copy
+from prefill_twin import NumpyPrefill
 from window_cases import CASES, WindowCase
 
 from edgellm.kernels.decode.attention import attention_launch
@@ -20,9 +22,7 @@ from edgellm.kernels.decode.attention_geometries import (
 )
 from edgellm.kernels.decode.contract import AttentionScratch, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 from edgellm.kernels.prefill.launcher import CudaPrefill
-from edgellm.kernels.prefill.twin import NumpyPrefill
 
 pytestmark = pytest.mark.gpu
 

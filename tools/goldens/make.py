@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, pack, whole, with_eighths, write_folders
+from golden_folders import VERSIONS, draw_tensors, pack, whole, with_shares, write_folders
 from rotary_cases import ROTARY_CASES
 from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -80,7 +80,7 @@ def make_model(name: str, directory: Path) -> None:
         again = model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits = again(token_ids).logits
-    expected = with_eighths({"token_ids": token_ids, "logits": logits})
+    expected = with_shares({"token_ids": token_ids, "logits": logits})
     if variation.generated:
         expected["generated"] = generate(again, token_ids[:1, :PROMPT_LENGTH], variation.generated)
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)

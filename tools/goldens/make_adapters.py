@@ -20,7 +20,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, with_eighths, write_folders
+from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, with_shares, write_folders
 from make_image_prompts import IMAGE
 from safetensors.torch import load_file, save_file
 
@@ -225,7 +225,7 @@ def make_adapter(name: str, directory: Path) -> None:
         raise RuntimeError(f"{name}: PEFT did not read what it wrote")
     expected = compute(name, model)
     metadata = {**VERSIONS, "peft": peft.__version__}
-    save_file(with_eighths(expected), directory / "expected.safetensors", metadata=metadata)
+    save_file(with_shares(expected), directory / "expected.safetensors", metadata=metadata)
     changed = (expected["logits"] - without["logits"]).abs()
     print(f"{name}: logits changed by {changed.mean():.3f} on average, {changed.max():.2f} at most")
 

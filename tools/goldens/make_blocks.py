@@ -4,7 +4,7 @@
 
 Needs torch, transformers and specforge (0.2), whose `DFlashDraftModel` computes what is expected, as its own
 generation calls it: over a text's features, with its cache. Each folder is a checkpoint, of random tensors that are
-only described; its `expected.safetensors` has an eighth of the `logits` [2, S-1, V] of the places of two blocks: behind
+only described; its `expected.safetensors` has a share of the `logits` [2, S-1, V] of the places of two blocks: behind
 the first `STARTS[0]` tokens of the base's text, then behind `STARTS[1]`, when the features between have been added. A
 causal block is SpecForge's under a mask.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, with_eighths, write_folders
+from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, with_shares, write_folders
 from safetensors.torch import load_file, save_file
 from specforge.modeling.draft.dflash import DFlashDraftModel
 from transformers import DynamicCache, Qwen3Config
@@ -109,7 +109,7 @@ def make_draft(name: str, directory: Path) -> None:
     draft.load_state_dict({key: tensor for key, tensor in stored.items() if key not in mapping})
     logits = block_logits(draft, states, variation, embedding, head)
     metadata = {**VERSIONS, "specforge": version("specforge"), "base": variation.base}
-    save_file(with_eighths({"logits": logits}), directory / "expected.safetensors", metadata=metadata)
+    save_file(with_shares({"logits": logits}), directory / "expected.safetensors", metadata=metadata)
     print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 from eagle_reference import Head
-from golden_folders import VERSIONS, draw_tensors, whole, with_eighths, write_folders
+from golden_folders import VERSIONS, draw_tensors, whole, with_shares, write_folders
 from safetensors.torch import load_file, save_file
 
 TOKENS, ACCEPTED = 15, 3
@@ -265,7 +265,7 @@ def make_head(name: str, directory: Path) -> None:
     )
     expected = expected_values(head, states["token_ids"], states["entering"], variation.layers)
     metadata = {**VERSIONS, "base": variation.base, "layers": json.dumps(variation.layers)}
-    save_file(with_eighths(expected, "logits|hidden_states"), directory / "expected.safetensors", metadata=metadata)
+    save_file(with_shares(expected, "logits|hidden_states"), directory / "expected.safetensors", metadata=metadata)
     logits = expected["prefill_logits"]
     print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")
 

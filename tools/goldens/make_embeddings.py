@@ -7,7 +7,7 @@ with the files of Qwen3-Embedding, its random weights only described (`tests/hel
 as a model with a head; `newer` has those files that are others where sentence-transformers writes a model now, one that
 is not tied and has no head. `expected.safetensors` holds `embeddings` [N, H] float32, which sentence-transformers makes
 of the texts in `texts.json` in one padded batch, `queries` [N, H], the same with the prompt "query", `token_ids` [T]
-int64, and of `last_states` [T, H] an eighth: of its first 1 to T tokens the last hidden state behind the final norm, of
+int64, and of `last_states` [T, H] a share: of its first 1 to T tokens the last hidden state behind the final norm, of
 length 1.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import sentence_transformers
 import torch
-from golden_folders import VERSIONS, draw_tensors, pack, whole, with_eighths, write_folders
+from golden_folders import VERSIONS, draw_tensors, pack, whole, with_shares, write_folders
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
@@ -107,7 +107,7 @@ def last_states(model: Qwen3Model) -> dict[str, torch.Tensor]:
     difference = (batch - states[[each - 1 for each in lengths]]).abs().max()
     assert difference < 1e-4, difference
     states = torch.nn.functional.normalize(states, dim=-1)
-    return with_eighths({"token_ids": token_ids, "last_states": states}, "last_states")
+    return with_shares({"token_ids": token_ids, "last_states": states}, "last_states")
 
 
 def rewrite_as_published(directory: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, with_eighths, write_folders
+from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, with_shares, write_folders
 from make_vision import whole_pictures
 from safetensors.torch import load_file, save_file
 from transformers.models.pixtral.processing_pixtral import PixtralProcessor
@@ -302,7 +302,7 @@ def make_model(name: str, directory: Path) -> None:
         rewrite_as_old_layout(directory / "config.json")
     if golden.wrapped:
         rename_drawn(directory, wrapped_name)
-    save_file(with_eighths(expected), directory / "expected.safetensors", metadata=VERSIONS)
+    save_file(with_shares(expected), directory / "expected.safetensors", metadata=VERSIONS)
     print(f"{name}: {len(expected['token_ids'])} tokens, standard deviation {expected['logits'].std():.2f}")
 
 

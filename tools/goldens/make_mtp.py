@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, with_eighths, write_folders
+from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, with_shares, write_folders
 from make_drafts import TOKENS, expected_values
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -146,7 +146,7 @@ def make_head(name: str, directory: Path) -> None:
     head = MtpHead(parts, embedding, output_head)
     expected = expected_values(head, token_ids, features[None], (1,))
     expected |= {"token_ids": token_ids, "features": features.contiguous()} | chain_of(head, token_ids, features)
-    stored = with_eighths(expected, "logits|hidden_states")
+    stored = with_shares(expected, "logits|hidden_states")
     save_file(stored, directory / "expected.safetensors", metadata={**VERSIONS, "base": name})
     logits = expected["prefill_logits"]
     print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")

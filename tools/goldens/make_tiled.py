@@ -28,7 +28,7 @@ import numpy as np
 import PIL
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, whole, with_eighths, write_folders
+from golden_folders import VERSIONS, draw_tensors, whole, with_shares, write_folders
 from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -302,7 +302,7 @@ def make_model(name: str, directory: Path) -> None:
     parts = torch.cat(list(rows)).float() if isinstance(rows, (list, tuple)) else rows.flatten(0, 1)
     expected = {"token_ids": inputs["input_ids"][0], "rows": parts, "greedy": greedy, "logits": logits}
     save_file(
-        {key: value.contiguous().clone() for key, value in with_eighths(expected).items()},
+        {key: value.contiguous().clone() for key, value in with_shares(expected).items()},
         directory / "expected.safetensors",
         metadata=VERSIONS,
     )

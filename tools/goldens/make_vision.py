@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, with_eighths, write_folders
+from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, with_shares, write_folders
 from safetensors.torch import load_file, save_file
 
 _TEXT = {
@@ -200,7 +200,7 @@ def make_model(name: str, directory: Path) -> None:
         again = model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager")
         patches = load_file(complete / "expected.safetensors")
     expected = _expected(again, variation, [patches[f"patches_{i}"].float() for i in range(len(variation.grids))])
-    save_file(with_eighths(expected, "embeddings|deepstack"), directory / "expected.safetensors", metadata=VERSIONS)
+    save_file(with_shares(expected, "embeddings|deepstack"), directory / "expected.safetensors", metadata=VERSIONS)
     rename_drawn(directory, partial(_renamed, variation.renamed))
     if variation.top_level:
         _move_to_top(directory / "config.json")

@@ -12,6 +12,7 @@ import pytest
 from absent_gpu import Module, prepare
 from decode_models import FAMILIES, LLAMA, MIXED, RECURRENT, SCALED, TREE, computed, random_adapters, random_model
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+from rank_twin import NumpyRank
 
 from edgellm.engines.backends.numpy_ranks import piece, put_back
 from edgellm.engines.backends.ranks import Exchange, Rank
@@ -26,7 +27,6 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.kernels.ranks.launcher import CudaRank, RanksArgument, blocks_at_once
-from edgellm.kernels.ranks.twin import NumpyRank
 
 FORMAT = WeightFormat("int4", 32, False, "bfloat16")
 #: Residuals that are scaled, normed sums, layer norms and biases, factors, logits with a cap, norms of all heads.

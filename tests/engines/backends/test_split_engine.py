@@ -13,6 +13,7 @@ import pytest
 from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, RECURRENT
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
+from prefill_twin import NumpyPrefill
 from prompt_arrays import PROMPT_MODELS as MODELS
 from prompt_arrays import assert_gives_what_the_program_does, bound_to, random_arrays
 
@@ -32,7 +33,6 @@ from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.engines.model.steps import Attention, Normed, NormLinear, Step
-from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 from edgellm.kernels.quantization.rows import quantize_rows

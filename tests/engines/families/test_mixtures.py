@@ -50,7 +50,7 @@ from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.steps import Experts
-from edgellm.kernels.experts.twin import chosen_experts
+from edgellm.kernels.experts.choice import chosen_experts
 
 MODEL = "model.safetensors"
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from decode_models import TOLERANCE
+from decode_twins import NumpyDecodeKernels
 from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
 from packed_weights import packed_copy, random_packed
@@ -14,7 +15,6 @@ from packed_weights import packed_copy, random_packed
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import LinearAdapters, LinearWeights, NormedInput, low_words, padded_columns
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 from decode_models import ancestors, random_parents
+from decode_twins import NumpyDecodeKernels
 from device_bits import from_bits, relative, to_bits, widened
 from gpu_device import device_copy
 
@@ -19,7 +20,6 @@ from edgellm.kernels.decode.attention_geometries import (
     attention_partials,
 )
 from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from decode_twins import NumpyDecodeKernels, NumpyTiledKernels
 
 from edgellm.kernels.decode.contract import (
     SQUARE_SUMS,
@@ -18,7 +19,6 @@ from edgellm.kernels.decode.contract import (
     NormedInput,
     padded_columns,
 )
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 from edgellm.kernels.errors import KernelError
 
 FEW, MANY = NumpyDecodeKernels(), NumpyTiledKernels()

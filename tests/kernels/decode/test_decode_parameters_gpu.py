@@ -7,12 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 from decode_models import TOLERANCE
+from decode_twins import NumpyDecodeKernels, NumpyTiledKernels
 from device_bits import from_bits, relative, to_bits
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import SQUARE_SUMS, Kept, LinearWeights, NormedInput, padded_columns
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 
 pytestmark = pytest.mark.gpu

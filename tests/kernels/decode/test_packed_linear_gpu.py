@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decode_twins import NumpyTiledKernels
 from device_bits import relative
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed
@@ -14,7 +15,6 @@ from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, r
 from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.decode.contract import LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
 from edgellm.kernels.decode.packed_linear import packed_tilings
 from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels

@@ -18,11 +18,11 @@ from encoder_cases import (
     past_attention,
     values,
 )
+from encoder_twin import NumpyEncoder, activated
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.kernels.encoder.contract import ACTIVATIONS, Convolution, activation_number, heads_refusal, padded_width
 from edgellm.kernels.encoder.launcher import attention_bytes, attention_tiles
-from edgellm.kernels.encoder.twin import NumpyEncoder, activated
 from edgellm.kernels.errors import KernelError
 
 TWIN = NumpyEncoder()

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from device_bits import from_bits, relative, to_bits
 from encoder_cases import CASES, EXACT, Case, Compute, attention, first_of_each, nothing
+from encoder_twin import NumpyEncoder
 from gpu_device import device_copy
 
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION
 from edgellm.kernels.encoder.launcher import CudaEncoder
-from edgellm.kernels.encoder.twin import NumpyEncoder
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from expert_cases import ACTIVATIONS, ROUTINGS, absent_experts, random_layer, random_scores
+from experts_twin import NumpyExperts
 from packed_weights import GGUF_FORMATS
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
@@ -19,7 +20,8 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.errors import KernelError, MissingDependencyError
-from edgellm.kernels.experts import launcher, twin
+from edgellm.kernels.experts import launcher
+from edgellm.kernels.experts.choice import chosen_experts
 from edgellm.kernels.experts.contract import (
     Activation,
     Addition,
@@ -53,7 +55,7 @@ def test_the_choice_is_that_of_a_loop(name: str) -> None:
     scores, correction = random_scores(own, 40)
     scores[5, 1] = np.nan
     for added in (None, correction):
-        ids, weights = twin.chosen_experts(scores, own, added)
+        ids, weights = chosen_experts(scores, own, added)
         assert np.isnan(weights).any(axis=1).nonzero()[0].tolist() == [5]
         for row in set(range(40)) - {5}:
             given = np.exp(scores[row].astype(np.float64))
@@ -87,7 +89,7 @@ def test_the_sum_is_that_of_the_numpy_backend(name: str, packed: bool) -> None:
         return x @ weight.T if bias is None else x @ weight.T + bias
 
     expected = mixed(mixture, x, scores, None, *layers, linear)
-    kernels, chosen = twin.NumpyExperts(), mixture.chosen
+    kernels, chosen = NumpyExperts(), mixture.chosen
     routed = Routed(
         np.zeros((rows, chosen), np.int32), np.zeros((rows, chosen), np.float32), np.zeros(rows, np.float32)
     )
@@ -120,7 +122,7 @@ def test_what_kernels_do_not_take_is_refused_by_name() -> None:
     assert "rows in eights, not 12" in str(matrix_refusal(24, 64, True, packed))
     assert "permuted" in str(matrix_refusal(32, 64, True, permuted))
     assert "[32, 60]" in str(matrix_refusal(32, 60, True, None))
-    kernels = twin.NumpyExperts()
+    kernels = NumpyExperts()
     x, ids = np.zeros((9000, 8), np.float32), np.zeros((9000, 8), np.int32)
     weights = ExpertWeights(LinearWeights(np.zeros((16, 8), np.float32)), 1)
     with pytest.raises(KernelError, match="72000 products; expected 1 to 65535"):

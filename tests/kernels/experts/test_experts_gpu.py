@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from device_bits import from_bits, relative, to_bits
 from expert_cases import ACTIVATIONS, ROUTINGS, dense_values, on_gpu, random_ids, random_layer, random_scores
+from experts_twin import NumpyExperts, activated
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS
 
@@ -19,7 +20,6 @@ from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights,
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.experts.contract import Activation, Addition, Choice, ExpertWeights, Routed, Routing
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
-from edgellm.kernels.experts.twin import NumpyExperts, activated
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu

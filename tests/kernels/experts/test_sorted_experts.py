@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from expert_cases import ACTIVATIONS, absent_experts, random_ids, random_layer
+from experts_twin import NumpyExperts
 from packed_weights import GGUF_FORMATS
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
@@ -26,7 +27,6 @@ from edgellm.kernels.experts.contract import (
     sorted_words,
 )
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts, expert_tilings
-from edgellm.kernels.experts.twin import NumpyExperts
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import WeightFormat

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from device_bits import to_bits
 from expert_cases import ACTIVATIONS, dense_values, on_gpu, random_ids, random_layer
+from experts_twin import NumpyExperts
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS
 
@@ -25,7 +26,6 @@ from edgellm.kernels.experts.contract import (
 )
 from edgellm.kernels.experts.launcher import CudaExperts
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts, expert_tilings
-from edgellm.kernels.experts.twin import NumpyExperts
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 
 pytestmark = pytest.mark.gpu

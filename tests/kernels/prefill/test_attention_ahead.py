@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ahead_cases import CASES, AheadCase
+from prefill_twin import NumpyPrefill
 
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.prefill.twin import NumpyPrefill
 
 TWIN = NumpyPrefill()
 

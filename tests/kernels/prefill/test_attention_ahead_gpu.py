@@ -8,9 +8,9 @@ import pytest
 from ahead_cases import CASES, AheadCase
 from device_bits import from_bits, relative, stored, widened
 from gpu_device import device_copy
+from prefill_twin import NumpyPrefill
 
 from edgellm.kernels.prefill.launcher import CudaPrefill
-from edgellm.kernels.prefill.twin import NumpyPrefill
 
 pytestmark = pytest.mark.gpu
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
+from prefill_twin import NumpyPrefill
 from window_cases import ring_caches
 
 from edgellm.kernels.arrays import DeviceArray
@@ -18,7 +19,6 @@ from edgellm.kernels.decode.attention_geometries import AttentionShape, attentio
 from edgellm.kernels.decode.contract import MAX_TOKENS, AttentionScratch, AttentionStep, AttentionWeights
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, RotaryPart, RowScales
 from edgellm.kernels.prefill.launcher import CudaPrefill
-from edgellm.kernels.prefill.twin import NumpyPrefill
 
 pytestmark = pytest.mark.gpu
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from decode_twins import NumpyDecodeKernels
 from prefill_cases import CASES, Case
+from prefill_twin import NumpyPrefill
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import AttentionStep, AttentionWeights
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.prefill.contract import KeyValueRows, PrefillKernels
 from edgellm.kernels.prefill.launcher import attention_bytes, attention_tiles
-from edgellm.kernels.prefill.twin import NumpyPrefill
 
 TWIN = NumpyPrefill()
 

@@ -7,9 +7,9 @@ import pytest
 from device_bits import from_bits, relative, stored, to_bits, widened
 from gpu_device import device_copy
 from prefill_cases import CASES, Case
+from prefill_twin import NumpyPrefill
 
 from edgellm.kernels.prefill.launcher import CudaPrefill
-from edgellm.kernels.prefill.twin import NumpyPrefill
 
 pytestmark = pytest.mark.gpu
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from absent_gpu import GPUS
+from decode_twins import NumpyTiledKernels
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights
-from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.prefill.linear import (
     JOINED,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from decode_twins import rotary_embedding
 from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
+from prefill_twin import NumpyPrefill
 
 from edgellm.kernels.decode.attention import attention_launch
 from edgellm.kernels.decode.attention_geometries import (
@@ -16,10 +18,8 @@ from edgellm.kernels.decode.attention_geometries import (
     attention_partials,
 )
 from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights
-from edgellm.kernels.decode.heads_twin import rotary_embedding
 from edgellm.kernels.prefill.contract import KeyValueRows, RowScales
 from edgellm.kernels.prefill.launcher import CudaPrefill
-from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.rows import quantize_rows
 
 pytestmark = pytest.mark.gpu

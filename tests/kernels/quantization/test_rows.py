@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from decode_twins import NumpyDecodeKernels
+from prefill_twin import NumpyPrefill
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.model.operations import Scoring
 from edgellm.kernels.decode.contract import AttentionStep, AttentionWeights
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.prefill.contract import KeyValueRows, RowScales
-from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.rows import quantize_rows
 
 RANDOM = np.random.default_rng(8)

@@ -6,18 +6,18 @@ import math
 from functools import reduce
 
 import numpy as np
+from decode_twins import NumpyTiledKernels, product
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.heads_twin import rms_norm
-from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels, capped, checked_launch, launched, product
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, Convolution, EncoderKernels
+from edgellm.kernels.encoder.local_attention import local_attention, past_attention
+from edgellm.kernels.numpy_launch import checked_launch, launched
 
 _check = Contracts(EncoderKernels, np.ndarray)
 #: Scores that are held at a time.
 _MOST_SCORES = 1 << 24
-#: Queries of attention to rows before that are taken together.
-_QUERIES = 256
 _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 
 
@@ -107,34 +107,11 @@ class NumpyEncoder:
 
     @checked_launch(_check)
     def local_attention(self, qkv, relative, first, past, cap, scale, context):
-        (rows, width), size = context.shape, len(scale)
-        query, key, value = qkv.reshape(rows, 3, -1, size).swapaxes(0, 1)  # [R, n, D] each
-        query = query * (np.logaddexp(0, scale) / np.float32(math.sqrt(size) * math.log(2)))
-        key = key * np.float32(math.log(1 + math.e) / math.log(2))
-        positions = relative[:past, first : first + width].reshape(past, 1, -1, size)
-        weights = np.full((past, *query.shape[:2]), -np.inf, np.float32)
-        for back in range(min(past, rows)):
-            scores = (query[back:] * (key[: rows - back] + positions[back])).sum(axis=2)
-            weights[back, back:] = capped(scores, cap)
-        weights = np.exp(weights - weights.max(axis=0))
-        weights /= weights.sum(axis=0)
-        summed = np.zeros_like(query)
-        for back in range(min(past, rows)):
-            summed[back:] += weights[back, back:, :, None] * value[: rows - back]
-        np.copyto(context, summed.reshape(context.shape))
+        np.copyto(context, local_attention(qkv, relative, first, past, cap, scale))
 
     @checked_launch(_check)
     def past_attention(self, heads: np.ndarray, past: int, scale: float, context: np.ndarray) -> None:
-        query, key, value = heads
-        for first in range(0, len(context), _QUERIES):
-            last, begin = min(first + _QUERIES, len(context)), max(0, first - past + 1)
-            scores = query[:, first:last] @ key[:, begin:last].swapaxes(1, 2) * np.float32(scale)
-            distances = np.arange(first, last)[:, None] - np.arange(begin, last)
-            scores[:, (distances < 0) | (distances >= past)] = -np.inf
-            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-            weights /= weights.sum(axis=2, keepdims=True)
-            found = weights @ value[:, begin:last]
-            np.copyto(context[first:last], found.swapaxes(0, 1).reshape(last - first, -1))
+        np.copyto(context, past_attention(*heads, past, scale))
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:

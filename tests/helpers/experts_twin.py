@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from decode_twins import gated, product, rows_of, write
 
 from edgellm.kernels.decode.contract import LinearWeights
-from edgellm.kernels.decode.numpy_twins import NumpyLaunch, gated, launched, product, rows_of, write
+from edgellm.kernels.experts.choice import chosen_experts, sigmoid
 from edgellm.kernels.experts.contract import (
     MAX_PAIRS,
     Activation,
@@ -16,11 +17,11 @@ from edgellm.kernels.experts.contract import (
     Choice,
     ExpertWeights,
     Routed,
-    Routing,
     SortedPairs,
     check_pairs,
     check_sorted,
 )
+from edgellm.kernels.numpy_launch import NumpyLaunch, launched
 from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
@@ -40,7 +41,7 @@ class NumpyExperts:
         write(routed.expert_weights, weights)
         if shared is not None and routed.shared_weights is not None:
             x, gate = shared
-            write(routed.shared_weights, _sigmoid(rows_of(x) @ gate.reshape(-1, 1)))
+            write(routed.shared_weights, sigmoid(rows_of(x) @ gate.reshape(-1, 1)))
 
     @launched
     def gate_up(
@@ -146,30 +147,6 @@ def _of_sorted(
     return NumpyLaunch(compute)
 
 
-def chosen_experts(
-    given: np.ndarray, routing: Routing, correction: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The ids [R, k] int32, rising, of the experts that rows choose, and their weights [R, k], in the dtype of what the
-    router has `given`, [R, E].
-
-    A row with NaN among what was given has weights of NaN, so that its logits say so; the other rows are as they are.
-    """
-    if routing.sigmoid:
-        scores = _sigmoid(given)
-    else:
-        scores = np.exp(given - given.max(axis=1, keepdims=True))
-        scores /= scores.sum(axis=1, keepdims=True)
-    judged = scores if correction is None else scores + correction
-    order = np.argsort(-judged, axis=1, kind="stable")  # of equal ones the lower id comes first
-    ids = np.sort(order[:, : routing.chosen], axis=1)
-    weights = np.take_along_axis(scores, ids, axis=1)
-    if routing.normalized:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + weights.dtype.type(routing.epsilon))
-    weights = weights * weights.dtype.type(routing.scale)
-    weights[np.isnan(given).any(axis=1)] = np.nan
-    return ids.astype(np.int32), weights
-
-
 def activated(sums: np.ndarray, how: Activation) -> np.ndarray:
     """[.., I] of sums [.., 2 I], or [.., I] without gates."""
     if how.kind == "squared":
@@ -177,12 +154,7 @@ def activated(sums: np.ndarray, how: Activation) -> np.ndarray:
     if how.kind == "gated":
         return gated(sums, "silu")
     gate, up = np.minimum(sums[..., ::2], how.limit), np.clip(sums[..., 1::2], -how.limit, how.limit)
-    return (up + 1) * gate * _sigmoid(np.float32(1.702) * gate)
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # exp of a large number: infinity, and the result is 0
-        return 1 / (1 + np.exp(-x))
+    return (up + 1) * gate * sigmoid(np.float32(1.702) * gate)
 
 
 def _products(x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights) -> np.ndarray:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgellm.kernels.decode.numpy_twins import launched
+from edgellm.kernels.numpy_launch import launched
 
 
 class NumpyRank:

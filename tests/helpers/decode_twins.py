@@ -5,14 +5,11 @@ Each method returns a `NumpyLaunch`, which computes when it is called, so that w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
-from inspect import signature
-from typing import Any, ParamSpec
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import (
     TOKEN_SHARE,
     AttentionScratch,
@@ -24,49 +21,14 @@ from edgellm.kernels.decode.contract import (
     NormedInput,
     activation_number,
 )
-from edgellm.kernels.decode.heads_twin import heads_made_ready, rms_norm, square_sums
+from edgellm.kernels.decode.heads_twin import capped, pairs_apart, rms_norm, square_sums
+from edgellm.kernels.numpy_launch import NumpyLaunch, launched
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 
-
-class NumpyLaunch:
-    """What a twin computes each time that it is called."""
-
-    def __init__(self, compute: Callable[[], None]) -> None:
-        self._compute = compute
-
-    def __call__(self) -> None:
-        self._compute()
-
-    def overlap_previous(self) -> None:
-        """There is nothing to overlap."""
-
-
-_Parameters = ParamSpec("_Parameters")
-
-
-def launched(compute: Callable[_Parameters, None]) -> Callable[_Parameters, NumpyLaunch]:
-    """A twin that gives a launch of what its body computes."""
-    return wraps(compute)(lambda *given, **named: NumpyLaunch(partial(compute, *given, **named)))
-
-
-def checked_launch(check: Contracts) -> Callable[[Callable[_Parameters, None]], Callable[_Parameters, NumpyLaunch]]:
-    """`launched`, of a method whose arguments are checked before as the contract of the kernel of its name says."""
-
-    def checked(compute: Callable[_Parameters, None]) -> Callable[_Parameters, NumpyLaunch]:
-        called = signature(compute)
-
-        @wraps(compute)
-        def prepare(*given: _Parameters.args, **named: _Parameters.kwargs) -> NumpyLaunch:
-            bound = called.bind(*given, **named)
-            bound.apply_defaults()
-            check(compute.__name__, *bound.args[1:])
-            return NumpyLaunch(partial(compute, *bound.args))
-
-        return prepare
-
-    return checked
+#: Of queries and of keys.
+_Both = tuple[np.ndarray, np.ndarray]
 
 
 class NumpyTiledKernels:
@@ -306,6 +268,38 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
             context[b * tokens + t] = attended.reshape(-1)
 
 
+def heads_made_ready(
+    heads: _Both,
+    norms: _Both | None,
+    turns: _Both | None,
+    epsilon: float,
+    offset: float,
+    neighbours: bool,
+    norms_behind: bool,
+) -> list[np.ndarray]:
+    """Query and key heads [R, n, D], normed by weights [D] and rotated by `turns` [R, rotary], each by its own."""
+    made = list(heads)
+    for is_behind in (False, True):
+        if norms is not None and norms_behind == is_behind:
+            made = [rms_norm(x, weight, epsilon, offset) for x, weight in zip(made, norms, strict=True)]
+        if turns is not None and not is_behind:
+            apart = [pairs_apart(x, turns[0].shape[-1]) if neighbours else x for x in made]
+            made = [rotary_embedding(x, own) for x, own in zip(apart, turns, strict=True)]
+    return made
+
+
+def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
+    """Rotate the first R elements of each head of [R, n, D] by [R, rotary], cosine half then sine half.
+
+    Element j is paired with element j + R/2.
+    """
+    rotary = cos_sin.shape[-1]
+    half = rotary // 2
+    cosine, sine = cos_sin[:, None, :half], cos_sin[:, None, half:]
+    low, high, rest = x[..., :half], x[..., half:rotary], x[..., rotary:]
+    return np.concatenate((low * cosine - high * sine, high * cosine + low * sine, rest), axis=-1)
+
+
 def attend(
     query: np.ndarray,
     keys: np.ndarray,
@@ -337,14 +331,6 @@ def attend(
     if value_scales is not None:
         shares = shares * value_scales.swapaxes(-1, -2)
     return shares @ values.astype(np.float32, copy=False)
-
-
-def capped(x: np.ndarray, cap: float) -> np.ndarray:
-    """cap tanh(x / cap), float32 (Gemma 2)."""
-    result = x / np.float32(cap)
-    np.tanh(result, out=result)
-    result *= np.float32(cap)
-    return result
 
 
 def normalized(normed: NormedInput) -> np.ndarray:
