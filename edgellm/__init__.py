@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from edgellm.asynchronous import AsyncWatch as AsyncWatch
     from edgellm.drafting.acceptance import DraftingStatistics as DraftingStatistics
     from edgellm.drafting.config import DraftingConfig as DraftingConfig
-    from edgellm.drafting.ratings import DraftingReport as DraftingReport
+    from edgellm.drafting.report import DraftingReport as DraftingReport
     from edgellm.embedding import EmbeddingRequest as EmbeddingRequest
     from edgellm.errors import AdapterError as AdapterError
     from edgellm.errors import AudioError as AudioError
@@ -101,7 +101,7 @@ _NAMES = {
     "asynchronous": "AsyncGeneration AsyncLLM AsyncSession AsyncWatch",
     "drafting.acceptance": "DraftingStatistics",
     "drafting.config": "DraftingConfig",
-    "drafting.ratings": "DraftingReport",
+    "drafting.report": "DraftingReport",
     "embedding": "EmbeddingRequest",
     "errors": f"{_ERRORS} QueueFullError RequestError SnapshotError TemplateError",
     "generation": "Generation",

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgellm.engines.errors import AudioError
 from edgellm.kernels.errors import shown
-from edgellm.multimodal.sources import check_bytes, file_bytes
+from edgellm.multimodal.sources import bytes_of
 
 RATES = range(1000, 768_001)
 #: What a file may have before it is decoded, of which few bytes of FLAC may promise more.
@@ -37,10 +37,8 @@ def heard(
     what is no sound, is damaged, empty, not finite, or longer than `most_seconds`, which is checked before anything is
     decoded, and for a file that needs soundfile where that is missing.
     """
-    if isinstance(source, (str, Path)):
-        samples, rate = _decoded(file_bytes(Path(source), "audio"), str(source), most_seconds)
-    elif isinstance(source, (bytes, bytearray, memoryview)):
-        samples, rate = _decoded(bytes(source), "the sound", most_seconds)
+    if (found := bytes_of(source, "audio")) is not None:
+        samples, rate = _decoded(*found, most_seconds)
     elif isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], np.ndarray):
         samples, rate = source
     else:
@@ -120,7 +118,6 @@ def _check_length(samples: int, channels: int, rate: int, most_seconds: float) -
 
 def _decoded(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, int]:
     """Samples [N, channels] of a file, and their rate."""
-    check_bytes(len(data), what, "audio")
     found = _wav(data, what, most_seconds) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
     if found is not None:
         return found

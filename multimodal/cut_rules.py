@@ -19,9 +19,9 @@ class Cut(NamedTuple):
     it, resized to each of `whole`, comes behind them, or `whole_first`. (0, 0): it has no tiles; None: the whole is not
     shown."""
 
-    grid: tuple[int, int]
-    sizes: tuple[Size, ...]
-    whole: tuple[Size, ...] | None
+    grid: tuple[int, int] = (0, 0)
+    sizes: tuple[Size, ...] = ()
+    whole: tuple[Size, ...] | None = None
     whole_first: bool = False
 
 
@@ -44,12 +44,12 @@ class LongestEdgeRule:
     def cut(self, height: int, width: int) -> Cut:
         first = self._shown(height, width)
         if not self.cuts:
-            return Cut((0, 0), (), (first, (self.side, self.side)))
+            return Cut(whole=(first, (self.side, self.side)))
         longer = math.ceil(max(first) / self.side) * self.side
         rows, columns = (max(1, math.ceil(edge / self.side)) for edge in _with_longer_edge(longer, *first))
         second = rows * self.side, columns * self.side
         if rows * columns == 1:
-            return Cut((0, 0), (), (first, second))
+            return Cut(whole=(first, second))
         return Cut((rows, columns), (first, second), (first, second, (self.side, self.side)))
 
     def _shown(self, height: int, width: int) -> Size:
@@ -87,7 +87,7 @@ class NearestShapeRule:
     def cut(self, height: int, width: int) -> Cut:
         grid, square = self.grid(height, width), (self.side, self.side)
         if math.prod(grid) == 1:
-            return Cut((0, 0), (), (square,))
+            return Cut(whole=(square,))
         return Cut(grid, ((grid[0] * self.side, grid[1] * self.side),), (square,))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
@@ -137,7 +137,7 @@ class TokenRule:
         # Half a token is the least that the published processor counts here.
         counted = (max(0.5, round(edge / unit)) for edge in (height, width))
         if self.tiles is None or math.prod(counted) <= self.most * self.tolerance:
-            return Cut((0, 0), (), (whole,))
+            return Cut(whole=(whole,))
         rows, columns = self.tiles.grid(height, width)
         side = self.tiles.side
         return Cut((rows, columns), ((rows * side, columns * side),), (whole,) if self.thumbnail else None)
@@ -176,7 +176,7 @@ class BudgetRule:
             rows, columns = 1, min(width // height, self.tokens)
         elif not columns:
             rows, columns = min(height // width, self.tokens), 1
-        return Cut((0, 0), (), ((rows * self.unit, columns * self.unit),))
+        return Cut(whole=((rows * self.unit, columns * self.unit),))
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class SliceRule:
     def cut(self, height: int, width: int) -> Cut:
         grid = self._grid(height, width)
         if math.prod(grid) == 1:
-            return Cut((0, 0), (), (self._shown(height, width, True),))
+            return Cut(whole=(self._shown(height, width, True),))
         rows, columns = grid
         tall, wide = self._shown(_nearest(height, rows) / rows, _nearest(width, columns) / columns, True)
         return Cut(grid, ((tall * rows, wide * columns),), (self._shown(height, width, False),), whole_first=True)
@@ -228,22 +228,48 @@ class SliceRule:
         return best
 
 
+@dataclass(frozen=True)
+class PanAndScanRule:
+    """Gemma 3's, where its file asks for that: beside the whole of a picture whose longer edge is `ratio` times the
+    other or more stand two to `most` crops of it, one behind the other along that edge, of `least` pixels a side or
+    more. Each is resized for itself."""
+
+    least: int
+    most: int
+    ratio: float
+
+    @classmethod
+    def open(cls, config: ProcessorConfig, vision: VisionConfig) -> PanAndScanRule | None:
+        """The rule of a `preprocessor_config.json`; None: pictures are shown as a whole alone."""
+        if not config.values.get("do_pan_and_scan"):
+            return None
+        if vision.family != "gemma3" or not config.switch("do_pan_and_scan"):
+            config.unsupported("do_pan_and_scan", "false: the model is not made for crops")
+        least, most = (config.count(f"pan_and_scan_{name}") for name in ("min_crop_size", "max_num_crops"))
+        return cls(least, most, config.positive("pan_and_scan_min_ratio_to_activate"))
+
+    def crops(self, height: int, width: int) -> list[tuple[slice, slice]]:
+        """Rows and columns of each crop; none: the whole alone is shown."""
+        longer, shorter = max(height, width), min(height, width)
+        count = min(self.most, max(2, min(longer // self.least, math.floor(longer / shorter + 0.5))))
+        length = -(-longer // count)
+        if longer / shorter < self.ratio or min(length, shorter) < self.least:
+            return []
+        parts = [slice(first, first + length) for first in range(0, longer, length)]
+        return [(slice(height), part) if width >= height else (part, slice(width)) for part in parts]
+
+
 def _nearest(edge: float, unit: int) -> int:
     """The multiple of a unit that is the nearest to an edge, at least one."""
     return max(round(edge / unit) * unit, unit)
 
 
-#: The rules by their names in `ProcessorKind.cut`.
 CutRule = LongestEdgeRule | NearestShapeRule | TokenRule | BudgetRule | SliceRule
-RULES: dict[str, type[CutRule]] = {
-    "longest edge": LongestEdgeRule,
-    "nearest shape": NearestShapeRule,
-    "tokens": TokenRule,
-    "budget": BudgetRule,
-    "slices": SliceRule,
-}
 #: The rule of each family whose pictures are cut.
-RULES_OF_FAMILIES = {
-    **{"smolvlm": "longest edge", "lfm2_vl": "tokens", "internvl": "nearest shape"},
-    **{"gemma4": "budget", "minicpmv4_6": "slices"},
+RULES: dict[str, type[CutRule]] = {
+    "smolvlm": LongestEdgeRule,
+    "internvl": NearestShapeRule,
+    "lfm2_vl": TokenRule,
+    "gemma4": BudgetRule,
+    "minicpmv4_6": SliceRule,
 }

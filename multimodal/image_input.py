@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from edgellm.engines.errors import ImageError
 from edgellm.kernels.errors import shown
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
-from edgellm.multimodal.sources import check_bytes, file_bytes
+from edgellm.multimodal.sources import bytes_of
 
 ImageSource = str | Path | bytes | Image.Image | np.ndarray
 Channels = Literal["RGB", "BGR"]
@@ -49,17 +49,14 @@ def read_image(source: ImageSource, *, channels: Channels = "RGB") -> np.ndarray
         return _from_array(np.asarray(source), channels)  # a matrix has two dimensions whatever is asked of it
     if isinstance(source, Image.Image):
         return _from_pillow(source, "the Pillow image")
-    if isinstance(source, (str, Path)):
-        return _from_bytes(file_bytes(Path(source), "image"), str(source))
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_bytes(bytes(source), "the image")
+    if (found := bytes_of(source, "image")) is not None:
+        return _from_bytes(*found)
     raise ImageError(
         f"an image is a {type(source).__name__}: expected a path, the bytes of a file, a Pillow image or a NumPy array"
     )
 
 
 def _from_bytes(data: bytes, what: str) -> np.ndarray:
-    check_bytes(len(data), what, "image")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # pixels are counted right after

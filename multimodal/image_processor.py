@@ -11,9 +11,9 @@ import numpy as np
 from edgellm.engines.errors import CheckpointError, ImageError
 from edgellm.engines.families.vision_config import VisionConfig
 from edgellm.engines.formats.strict_formats import is_integer
-from edgellm.multimodal.cut_rules import RULES_OF_FAMILIES
+from edgellm.multimodal.cut_rules import RULES, PanAndScanRule
 from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
-from edgellm.multimodal.prepared_image import PreparedImage
+from edgellm.multimodal.prepared_image import PreparedImage, TiledImage
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
 from edgellm.multimodal.tiles import TilingProcessor
 
@@ -77,11 +77,6 @@ class SmartResizeProcessor:
         how = config.resample(), config.normalization(), edge
         return cls(0, largest, vision.patch_size, vision.spatial_merge_size, 1, *how)
 
-    @property
-    def max_patches(self) -> int:
-        """The most rows that an image can have."""
-        return self.max_pixels // self.patch_size**2
-
     def prepare(self, pixels: np.ndarray) -> PreparedImage:
         """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that is too long for its width."""
         resized = self.resized_size(pixels.shape[0], pixels.shape[1])
@@ -133,6 +128,7 @@ class FixedSizeProcessor:
 
     `resized` is what an image is resized to, a number the length of its shortest edge; `crop` the middle then taken;
     `square_colour` fills an image up to a square before. `tokens` of an image include what the encoder adds or drops.
+    Where there are `crops` of an image, each becomes such a square, too.
     """
 
     resized: Size | int
@@ -142,7 +138,7 @@ class FixedSizeProcessor:
     tokens: int
     resample: int
     normalization: Normalization
-    image_size: int
+    crops: PanAndScanRule | None
 
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig) -> FixedSizeProcessor:
@@ -170,20 +166,21 @@ class FixedSizeProcessor:
                 f"images of {side} x {side} pixels, as config.json has it of the vision encoder",
             )
         tokens = vision.token_count((1, vision.image_side, vision.image_side))
-        if config.values.get("do_pan_and_scan"):
-            config.unsupported("do_pan_and_scan", "false: an image is shown as a whole, without crops of it")
         key = config.kind.tokens_key
         if key and config.values.get(key, tokens) != tokens:
             config.refuse(key, f"{tokens}, as config.json has it")
-        return cls(resized, crop, colour, vision.patch_size, tokens, config.resample(), normalization, side)
+        how = config.resample(), normalization, PanAndScanRule.open(config, vision)
+        return cls(resized, crop, colour, vision.patch_size, tokens, *how)
 
-    @property
-    def max_patches(self) -> int:
-        """The rows of every image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    def prepare(self, pixels: np.ndarray) -> PreparedImage:
+    def prepare(self, pixels: np.ndarray) -> PreparedImage | TiledImage:
         """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that is too long for its width."""
+        crops = [] if self.crops is None else self.crops.crops(*pixels.shape[:2])
+        if not crops:
+            return self._square(pixels)
+        shown = [pixels, *(np.ascontiguousarray(pixels[crop]) for crop in crops)]
+        return TiledImage(tuple(map(self._square, shown)), sum(each.size for each in shown) // 3, (len(crops), 1))
+
+    def _square(self, pixels: np.ndarray) -> PreparedImage:
         height, width = pixels.shape[:2]
         if self.square_colour is not None:
             check_aspect_ratio(height, width)
@@ -210,7 +207,7 @@ def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int
     preprocessing that is not implemented.
     """
     config = read_processor_config(directory)
-    if config.kind.cut or vision.family in RULES_OF_FAMILIES:
+    if config.kind.cut or vision.family in RULES:
         return TilingProcessor.open(config, vision, max_patches)
     if config.kind.keeps_shape:
         return SmartResizeProcessor.open(config, vision, max_patches)

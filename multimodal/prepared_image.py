@@ -60,6 +60,11 @@ class PreparedImage:
         return (self,)
 
     @property
+    def parts(self) -> tuple[int, int, tuple[int, ...]]:
+        """Rows and columns of what texts stand around in a prompt, its `runs`, and the tokens of each."""
+        return len(self.runs), 1, self.runs or (self.tokens,)
+
+    @property
     def held_pixels(self) -> int:
         """How many pixels it was decoded to."""
         return math.prod(self.size) if self.pixels is None else self.pixels.size // 3
@@ -75,6 +80,38 @@ class PreparedImage:
         embeddings are known by its digest need never be resized."""
         assert self.pixels is not None
         return self.layout.apply(self.pixels)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedParts:
+    """What an encoder sees in several parts, its `tiles`, which were decoded to so many pixels (`held_pixels`)."""
+
+    tiles: tuple[PreparedImage, ...]
+    held_pixels: int
+
+    @property
+    def tokens(self) -> int:
+        """Those of all parts."""
+        return sum(tile.tokens for tile in self.tiles)
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of its parts' digests."""
+        return hashlib.sha256(f"{[tile.digest for tile in self.tiles]}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class TiledImage(PreparedParts):
+    """A picture in parts: `tiles` row by row, `grid` (rows, columns) of them, and behind or before these the whole, if
+    shown."""
+
+    grid: tuple[int, int]
+    kind: ClassVar[str] = "image"
+
+    @property
+    def parts(self) -> tuple[int, int, tuple[int, ...]]:
+        """See `PreparedImage.parts`."""
+        return *self.grid, tuple(tile.tokens for tile in self.tiles)
 
 
 def image_digest(pixels: Any, layout: ImageLayout) -> str:

@@ -22,34 +22,22 @@ _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 _HALF = [0.5, 0.5, 0.5]
 _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
-_SWITCHES = {"do_resize": True, "do_rescale": True, "do_normalize": True}
-_NUMBERS = {"resample": _BICUBIC, "rescale_factor": 1 / 255}
 _CLIP = {
-    **_SWITCHES,
-    **_NUMBERS,
-    "do_center_crop": True,
-    "do_pad": False,
+    **{"do_resize": True, "do_rescale": True, "do_normalize": True, "do_center_crop": True, "do_pad": False},
+    **{"resample": _BICUBIC, "rescale_factor": 1 / 255},
     "size": {"shortest_edge": 224},
     "crop_size": {"height": 224, "width": 224},
     "image_mean": _CLIP_MEAN,
     "image_std": _CLIP_STD,
 }
 _SIGLIP = {
-    **_CLIP,
-    "do_center_crop": False,
-    "size": {"height": 224, "width": 224},
-    "image_mean": _HALF,
-    "image_std": _HALF,
+    **{**_CLIP, "do_center_crop": False, "size": {"height": 224, "width": 224}},
+    **{"image_mean": _HALF, "image_std": _HALF},
 }
 _QWEN2_VL = {
-    **_SWITCHES,
-    **_NUMBERS,
+    **_CLIP,
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-    "image_mean": _CLIP_MEAN,
-    "image_std": _CLIP_STD,
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
+    **{"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2},
 }
 _QWEN2_VL_VIDEO = {
     **_QWEN2_VL,
@@ -74,6 +62,10 @@ _LFM2_VL = {
     **{"min_image_tokens": 64, "max_image_tokens": 256},
 }
 _GOT_OCR2 = {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12}
+_GEMMA3 = {
+    **{**_SIGLIP, "resample": _BILINEAR, "do_pan_and_scan": False, "pan_and_scan_min_crop_size": 256},
+    **{"pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2},
+}
 _GEMMA4 = {**_SIGLIP, "do_normalize": False, "patch_size": 16, "max_soft_tokens": 280, "pooling_kernel_size": 3}
 _MINICPMV4_6 = {
     **{**_SIGLIP, "max_slice_nums": 9, "scale_resolution": 448, "patch_size": 14},
@@ -86,10 +78,10 @@ class ProcessorKind(NamedTuple):
 
     It is of any size, in whole tokens (`keeps_shape`), or one square of the encoder's size, with colour around it where
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
-    With a `longest_edge` it fits that, and a token stands behind each row of its own in prompts. Where there is a rule
-    `cut` (see `cut_rules.py`), it is tiles and the whole, or one of them; with `channels_last` a patch has the channels
-    of each pixel side by side. Values are `centred` where the encoder makes 2 x - 1 of what the file has of them, from
-    0 to 1. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
+    With a `longest_edge` it fits that, and a token stands behind each row of its own in prompts. Images of the encoder
+    `cut`, which has a rule in `cut_rules.py`, are tiles and the whole, or one of them; with `channels_last` a patch has
+    the channels of each pixel side by side. Values are `centred` where the encoder makes 2 x - 1 of what the file has
+    of them, from 0 to 1. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
     """
 
     defaults: Mapping[str, Any]
@@ -110,14 +102,12 @@ PROCESSOR_KINDS = {
     "CLIPImageProcessor": ProcessorKind(_CLIP),
     "LlavaImageProcessor": ProcessorKind(_CLIP, pads_to_square=True),
     "SiglipImageProcessor": ProcessorKind(_SIGLIP),
-    "Gemma3ImageProcessor": ProcessorKind(
-        {**_SIGLIP, "resample": _BILINEAR, "do_pan_and_scan": False}, tokens_key="image_seq_length"
-    ),
-    "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="longest edge"),
-    "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="tokens", channels_last=True),
-    "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="nearest shape"),
-    "MiniCPMV4_6ImageProcessor": ProcessorKind(_MINICPMV4_6, cut="slices"),
-    "Gemma4ImageProcessor": ProcessorKind(_GEMMA4, cut="budget", channels_last=True, centred=True),
+    "Gemma3ImageProcessor": ProcessorKind(_GEMMA3, tokens_key="image_seq_length"),
+    "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="smolvlm"),
+    "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="lfm2_vl", channels_last=True),
+    "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="internvl"),
+    "MiniCPMV4_6ImageProcessor": ProcessorKind(_MINICPMV4_6, cut="minicpmv4_6"),
+    "Gemma4ImageProcessor": ProcessorKind(_GEMMA4, cut="gemma4", channels_last=True, centred=True),
 }
 _SAME_KIND = {
     "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
@@ -174,8 +164,8 @@ class ProcessorConfig:
 
     def single(self, key: str, name: str) -> int:
         """The size that `key` holds under this name, and no other."""
-        sizes = self._sizes(key, name)
-        return self.refuse(key, name) if sizes is None else sizes[0]
+        (size,) = self._sizes(key, name) or self.refuse(key, name)
+        return size
 
     def resample(self) -> int:
         """Pillow's number of the resampling filter."""
@@ -193,8 +183,8 @@ class ProcessorConfig:
         """The size that `key` holds if it is that of the `name`, the shortest or longest edge, or a number alone."""
         if is_integer(self.values.get(key)):
             return self.count(key)
-        sizes = self._sizes(key, name)
-        return None if sizes is None else sizes[0]
+        (size,) = self._sizes(key, name) or (None,)
+        return size
 
     def _sizes(self, key: str, *names: str) -> list[int] | None:
         value = self.values.get(key)

@@ -17,9 +17,19 @@ _FAILURES = {"image": ImageError, "audio": AudioError, "video": ImageError}
 NOUNS = {"image": "image", "audio": "sound", "video": "video"}
 
 
-def file_bytes(path: Path, kind: str) -> bytes:
-    """The bytes of a file of a `kind` of media. Raises the kind's error for what is no regular file, cannot be read, or
-    is too large."""
+def bytes_of(source: object, kind: str) -> tuple[bytes, str] | None:
+    """The bytes of a `kind` of media, of a path or as they are given, and what errors call them; None for another
+    source. Raises the kind's error for what is no regular file, cannot be read, or is too large."""
+    if isinstance(source, (str, Path)):
+        return _file_bytes(Path(source), kind), str(source)
+    if not isinstance(source, (bytes, bytearray, memoryview)):
+        return None
+    data, what = bytes(source), f"the {NOUNS[kind]}"
+    _check_bytes(len(data), what, kind)
+    return data, what
+
+
+def _file_bytes(path: Path, kind: str) -> bytes:
     failure, noun = _FAILURES[kind], NOUNS[kind]
     try:
         status = path.stat()
@@ -27,14 +37,13 @@ def file_bytes(path: Path, kind: str) -> bytes:
             found = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
             article = "an" if kind == "image" else "a"
             raise failure(f"{path} is {found}: expected the file of {article} {noun}")
-        check_bytes(status.st_size, str(path), kind)
+        _check_bytes(status.st_size, str(path), kind)
         return path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         raise failure(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def check_bytes(size: int, what: str, kind: str) -> None:
-    """Raise the kind's error for a file of more bytes than one may have."""
+def _check_bytes(size: int, what: str, kind: str) -> None:
     if size > SOURCE_BYTES:
         raise _FAILURES[kind](f"{what} has {size} bytes: the most is {SOURCE_BYTES}. Save it smaller")
 

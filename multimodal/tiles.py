@@ -7,16 +7,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 from PIL import Image
 
 from edgellm.engines.errors import ImageError
 from edgellm.engines.families.vision_config import VisionConfig
-from edgellm.multimodal.cut_rules import RULES, RULES_OF_FAMILIES, CutRule
+from edgellm.multimodal.cut_rules import RULES, CutRule
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, ImageLayout, Normalization, Size
-from edgellm.multimodal.prepared_image import PreparedImage, image_digest
+from edgellm.multimodal.prepared_image import PreparedImage, TiledImage, image_digest
 from edgellm.multimodal.processor_config import ProcessorConfig
 from edgellm.multimodal.vision_layout import in_squares
 
@@ -82,26 +81,6 @@ class Tile(PreparedImage):
         return self.layout.rows_of(self.canvases.of(self.layout))
 
 
-@dataclass(frozen=True, eq=False)
-class TiledImage:
-    """A picture in parts: `tiles` row by row, `grid` (rows, columns) of them, and behind or before these the whole, if
-    shown.
-
-    `digest` is the SHA-256 of the pixels and of how they are cut.
-    """
-
-    tiles: tuple[Tile, ...]
-    grid: tuple[int, int]
-    digest: str
-    held_pixels: int
-    kind: ClassVar[str] = "image"
-
-    @property
-    def tokens(self) -> int:
-        """Those of all parts."""
-        return sum(tile.tokens for tile in self.tiles)
-
-
 @dataclass(frozen=True)
 class TilingProcessor:
     """Cuts pictures by a family's rule; `merge_size` x `merge_size` patches become a token. `max_patches` are the most
@@ -120,7 +99,7 @@ class TilingProcessor:
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None) -> TilingProcessor:
         """The processor of a configuration; see `open_image_processor`."""
-        if config.kind.cut != RULES_OF_FAMILIES.get(vision.family, ""):
+        if config.kind.cut != vision.family:
             config.refuse("image_processor_type", f"that of {vision.family}")
         largest = vision.image_side**2 or max_patches or 1 << 31
         rule = RULES[config.kind.cut].open(config, vision, largest)
@@ -147,7 +126,7 @@ class TilingProcessor:
             )
         digest, canvases = image_digest(pixels, layouts[-1]), Canvases(pixels, layouts)
         parts = tuple(self._tile(layout, pixels.shape[:2], canvases, digest) for layout in layouts)
-        return TiledImage(parts, (rows, columns), digest, math.prod(pixels.shape[:2]))
+        return TiledImage(parts, math.prod(pixels.shape[:2]), (rows, columns))
 
     def _layout(self, sizes: tuple[Size, ...], origin: Size, crop: Size | None) -> TileLayout:
         merge = 1 if self.is_square else self.merge_size

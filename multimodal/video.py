@@ -24,9 +24,9 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_input import SOURCE_PIXELS, Channels, ImageSource, read_image
 from edgellm.multimodal.image_layout import ImageLayout, Size
 from edgellm.multimodal.image_processor import SmartResizeProcessor, check_aspect_ratio
-from edgellm.multimodal.prepared_image import PreparedImage, image_digest
+from edgellm.multimodal.prepared_image import PreparedImage, PreparedParts, image_digest
 from edgellm.multimodal.processor_config import read_video_config
-from edgellm.multimodal.sources import check_bytes, file_bytes
+from edgellm.multimodal.sources import bytes_of
 
 #: A path, the bytes of a file, or frames with their times in seconds.
 VideoSource = str | Path | bytes | Sequence[tuple[float, ImageSource]]
@@ -37,19 +37,13 @@ _DECODED_PIXELS = 36_000 * 1920 * 1080
 
 
 @dataclass(frozen=True, eq=False)
-class PreparedVideo:
+class PreparedVideo(PreparedParts):
     """A video for a vision encoder: `tiles` are its parts in time, `seconds` the mean of the times of the first and the
     last frame of each, `interval` how many seconds there are from one part to the next."""
 
-    tiles: tuple[PreparedImage, ...]
     seconds: tuple[float, ...]
     interval: float
     kind: ClassVar[str] = "video"
-
-    @property
-    def tokens(self) -> int:
-        """For how many tokens it stands."""
-        return sum(part.tokens for part in self.tiles)
 
     @property
     def digest(self) -> str:
@@ -57,11 +51,6 @@ class PreparedVideo:
         return hashlib.sha256(
             f"{[part.digest for part in self.tiles]} {self.seconds} {self.interval}".encode()
         ).hexdigest()
-
-    @property
-    def held_pixels(self) -> int:
-        """How many pixels its frames hold."""
-        return sum(part.held_pixels for part in self.tiles)
 
 
 class _Clip(NamedTuple):
@@ -136,7 +125,8 @@ class VideoProcessor:
         last = len(clip.times) - 1
         ends = [(place, min(place + together - 1, last)) for place in range(0, len(parts) * together, together)]
         seconds = tuple((clip.times[begin] + clip.times[end]) / 2 for begin, end in ends)
-        return PreparedVideo(tuple(parts), seconds, together / clip.rate)
+        held = sum(part.held_pixels for part in parts)
+        return PreparedVideo(tuple(parts), held, seconds, together / clip.rate)
 
     def size(self, count: int, height: int, width: int) -> Size:
         """Height and width of each of `count` frames after resizing: by the published processors' `smart_resize`, then
@@ -175,10 +165,8 @@ class VideoProcessor:
         return rows * side, columns * side
 
     def _clip(self, source: Any, channels: Channels) -> _Clip:
-        if isinstance(source, (str, Path)):
-            return self._decoded(file_bytes(Path(source), "video"), str(source))
-        if isinstance(source, (bytes, bytearray, memoryview)):
-            return self._decoded(bytes(source), "the video")
+        if (found := bytes_of(source, "video")) is not None:
+            return self._decoded(*found)
         pairs = isinstance(source, (list, tuple)) and all(
             isinstance(each, (list, tuple)) and len(each) == 2 and isinstance(each[0], Real) and math.isfinite(each[0])
             for each in source
@@ -196,7 +184,6 @@ class VideoProcessor:
 
     def _decoded(self, data: bytes, what: str) -> _Clip:
         """The frames that are taken of a file. Their times are those of its mean rate, as published."""
-        check_bytes(len(data), what, "video")
         try:
             import av
         except ImportError as error:

@@ -58,33 +58,31 @@ def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray |
         rows, columns = patch_coordinates(grid, config.spatial_merge_size)
         blocks = {"block_rows": (rows * grid[2] + columns).astype(np.int32)} if config.family in BLOCKS_BEHIND else {}
         return VisionLayout(count, config.token_count(grid), blocks)
-    if config.family == "lfm2_vl":
-        assert position_table is not None
-        positions = resized_positions(position_table, grid, config.spatial_merge_size)
-        inputs = {"attention_mask": np.ones(count, np.bool_), "position_embeddings": positions}
-        return VisionLayout(count, config.token_count(grid), inputs)
+    inputs = {"attention_mask": np.ones(count, np.bool_)}
     if config.family == "minicpmv4_6":
-        assert position_table is not None
-        inputs = {
-            "attention_mask": np.ones(count, np.bool_),
-            "merged_mask": np.ones(count // 4, np.bool_),
-            "position_embeddings": nearest_positions(position_table, grid, config.spatial_merge_size, True),
-        }
-        return VisionLayout(count, config.token_count(grid), inputs)
-    alternates = config.family == "mistral3"
-    rotary = rotary_rows(grid, config.spatial_merge_size, config.head_dim, config.rope_theta, alternates)
+        inputs["merged_mask"] = np.ones(count // 4, np.bool_)
+    elif config.family != "lfm2_vl":
+        how = config.spatial_merge_size, config.head_dim, config.rope_theta, config.family == "mistral3"
+        inputs["rotary_cos_sin"] = rotary_rows(grid, *how)
     if config.family == "qwen2_5_vl":
-        return _windowed(config, grid, rotary)
-    inputs = {"rotary_cos_sin": rotary, "attention_mask": np.ones(count, np.bool_)}
-    if config.family == "gemma4":
-        assert position_table is not None
-        rows, columns = patch_coordinates(grid, config.spatial_merge_size)
-        inputs["position_embeddings"] = position_table[0][columns] + position_table[1][rows]
-    elif position_table is not None:
-        taps, weights = interpolation_taps(grid, config.spatial_merge_size, config.position_side)
-        positions = np.einsum("nt,nth->nh", weights, position_table[taps])
-        inputs["position_embeddings"] = positions.astype(np.float32)
+        return _windowed(config, grid, inputs["rotary_cos_sin"])
+    if position_table is not None:
+        inputs["position_embeddings"] = _positions(config, grid, position_table)
     return VisionLayout(count, config.token_count(grid), inputs)
+
+
+def _positions(config: VisionConfig, grid: Grid, table: np.ndarray) -> np.ndarray:
+    """What of the table of positions is added to the patches, [N, H] float32."""
+    merge = config.spatial_merge_size
+    if config.family == "lfm2_vl":
+        return resized_positions(table, grid, merge)
+    if config.family == "minicpmv4_6":
+        return nearest_positions(table, grid, merge)
+    if config.family == "gemma4":
+        rows, columns = patch_coordinates(grid, merge)
+        return np.asarray(table[0][columns] + table[1][rows])
+    taps, weights = interpolation_taps(grid, merge, config.position_side)
+    return np.einsum("nt,nth->nh", weights, table[taps]).astype(np.float32)
 
 
 def patch_coordinates(grid: Grid, merge: int, nested: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -102,12 +100,12 @@ def in_squares(rows: np.ndarray) -> np.ndarray:
     return rows.reshape(-1, 2, 2, 2, 2, *rows.shape[1:]).swapaxes(2, 3).reshape(rows.shape)
 
 
-def nearest_positions(table: np.ndarray, grid: Grid, merge: int, nested: bool) -> np.ndarray:
+def nearest_positions(table: np.ndarray, grid: Grid, merge: int) -> np.ndarray:
     """The rows [N, H] of a square table [positions, H] at the nearest place below each patch's, both as fractions of a
-    side, in float32 as published."""
+    side, in float32 as published; patches of a block in squares of four."""
     side = round(len(table) ** 0.5)
     bounds, places = fraction_bounds(side), []
-    for index, count in zip(patch_coordinates(grid, merge, nested), grid[1:], strict=True):
+    for index, count in zip(patch_coordinates(grid, merge, nested=True), grid[1:], strict=True):
         places.append(np.searchsorted(bounds, index.astype(np.float32) / np.float32(count), side="right"))
     return table[places[0] * side + places[1]]
 

@@ -1,6 +1,6 @@
 """Runs the engines of a vision encoder: images in, embeddings out, on either backend; the latest are kept.
 
-It is opened in two steps, since all engines share one scratch buffer and memory is checked once: `open` loads the
+It is opened in two steps, since all engines share one scratch buffer and memory is checked once: it loads the
 engines, the base runner is made and checks the memory of all, then `load` takes the weights.
 
 On a GPU an image is one captured launch for each size of engines, captured by `load`, and nothing waits for it: a
@@ -19,7 +19,6 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend, Engine, uploaded
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.engine_parts import EngineVision
 from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.families.vision_config import position_table
 from edgellm.engines.families.vision_encoders import vision_weights
@@ -48,25 +47,20 @@ class VisionEngineRunner:
     `memory` is what it takes in bytes, by name: for the memory plan.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        vision: EngineVision,
-        image_rows: tuple[int, ...],
-        cache_bytes: int | None = None,
-        video_tokens: int = 0,
-    ) -> None:
-        """Loads the engines for images of up to the largest of `image_rows`; no weights yet.
-
-        Embeddings are kept in up to `cache_bytes`, by default those of 64 of the largest images, at most 64 MiB, or of
-        a video of so many tokens, at most 256 MiB.
-        """
+    def __init__(self, backend: Backend, directory: EngineDirectory) -> None:
+        """Loads the engines of a directory; no weights yet. Raises EngineError where it has no vision encoder."""
+        vision, image_rows = directory.vision, directory.limits.image_rows
+        if vision is None:
+            raise EngineError(
+                f"{directory.path} has no vision encoder, so it takes no images: build it from a multimodal "
+                "checkpoint, or with edgellm build CHECKPOINT ENGINE_DIR --vision VISION_DIR"
+            )
         self.backend, self.config = backend, vision.config
         #: Images that were known, and that went through the engines.
         self.cache_hits, self.encoded, self.host = 0, 0, EncoderHost(backend)
         self._vision, self._image_rows = vision, image_rows
-        shapes = [vision_shape(rows) for rows in image_rows]
-        self._engines, self._steps = LoadedEngines(backend, shapes), CapturedSteps(backend)
+        self._shapes = [vision_shape(rows) for rows in image_rows]
+        self._engines, self._steps = LoadedEngines(backend, self._shapes), CapturedSteps(backend)
         self._weights: dict[str, Array] = {}
         self._buffers: dict[str, Array] = {}
         self._grids: RecentlyUsed[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = RecentlyUsed(_KEPT_GRIDS)
@@ -74,22 +68,12 @@ class VisionEngineRunner:
         self._position_table: np.ndarray | None = None
         #: The grid's inputs that engines find in their memory.
         self._present: dict[str, Array] = {}
-        self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes, video_tokens)
+        self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, directory.video_tokens)
         #: Embeddings by the digests of their content.
         self.cache: RecentlyUsed[str, MediaEmbeddings]
         self.cache = RecentlyUsed(self.memory["image embeddings"], attrgetter("nbytes"))
         #: Samples of images that were encoded: the digest of another is wanted behind its encoder, not in front of it.
         self.samples: RecentlyUsed[int, int] = RecentlyUsed(1024)
-
-    @classmethod
-    def open(cls, backend: Backend, directory: EngineDirectory, cache_bytes: int | None = None) -> VisionEngineRunner:
-        """The runner of a directory's vision encoder, without weights. Raises EngineError where there is none."""
-        if directory.vision is None:
-            raise EngineError(
-                f"{directory.path} has no vision encoder, so it takes no images: build it from a multimodal "
-                "checkpoint, or with edgellm build CHECKPOINT ENGINE_DIR --vision VISION_DIR"
-            )
-        return cls(backend, directory.vision, directory.limits.image_rows, cache_bytes, directory.video_tokens)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the weights and allocate buffers, once memory was checked. `progress` gets bytes done and in all."""
@@ -97,10 +81,9 @@ class VisionEngineRunner:
         with closing(self._vision.checkpoint()) as checkpoint:
             self._position_table = position_table(checkpoint, config, self._image_rows[-1])
             self._weights = backend.load_weights(checkpoint, vision_weights(config), progress)
-        shapes = [vision_shape(rows) for rows in self._image_rows]
-        edge = {**vision_inputs(config, shapes[-1]), **self._outputs(shapes[-1])}
+        edge = self._edge(self._shapes[-1])
         self._buffers = {name: backend.zeros((math.prod(size),), kind) for name, (size, kind) in edge.items()}
-        for shape in shapes if backend.fixed_shapes else ():  # before one waits for it
+        for shape in self._shapes if backend.fixed_shapes else ():  # before one waits for it
             least = config.image_side or config.spatial_merge_size
             layout = vision_layout(config, (1, least, least), self._position_table)
             for name, values in layout.padded(config, shape).items():
@@ -186,15 +169,15 @@ class VisionEngineRunner:
         """The engine for a shape, whose inputs and outputs are in memory that no grid changes."""
 
         def bindings() -> dict[str, Array]:
-            edge = {**vision_inputs(self.config, shape), **self._outputs(shape)}
-            return self._weights | {name: leading(self._buffers[name], size) for name, (size, _) in edge.items()}
+            edge = self._edge(shape).items()
+            return self._weights | {name: leading(self._buffers[name], size) for name, (size, _) in edge}
 
         return self._engines.bound(shape, slice(0, 1), bindings, keep=False)
 
-    def _outputs(self, shape: EngineShape) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of each output."""
+    def _edge(self, shape: EngineShape) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each input and output."""
         size = (1, embedding_rows(self.config, shape), self.config.out_hidden_size)
-        return dict.fromkeys(vision_outputs(self.config), (size, "compute"))
+        return {**vision_inputs(self.config, shape), **dict.fromkeys(vision_outputs(self.config), (size, "compute"))}
 
     def _embeddings(self, image: PreparedImage, tokens: int) -> MediaEmbeddings:
         """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
@@ -207,7 +190,7 @@ class VisionEngineRunner:
 
 
 def vision_memory(
-    config: VisionConfig, image_rows: tuple[int, ...], dtype: str, cache_bytes: int | None = None, video_tokens: int = 0
+    config: VisionConfig, image_rows: tuple[int, ...], dtype: str, video_tokens: int = 0
 ) -> dict[str, int]:
     """Memory in bytes, by name: weights, buffers for the largest image, inputs of the grids kept, embeddings kept."""
     item, shape = ITEM_SIZES[dtype], vision_shape(image_rows[-1])
@@ -217,7 +200,6 @@ def vision_memory(
     for name, (dimensions, kind) in vision_inputs(config, shape).items():
         copies = 1 if name == "patches" else 1 + _KEPT_GRIDS
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
-    if cache_bytes is None:
-        video = video_tokens * config.out_hidden_size * len(vision_outputs(config)) * item
-        cache_bytes = max(min(_KEPT_IMAGES * outputs, _MOST_CACHE_BYTES), min(video, _MOST_VIDEO_BYTES))
-    return {"vision weights": weights, "vision buffers": buffers, "image embeddings": cache_bytes}
+    video = video_tokens * config.out_hidden_size * len(vision_outputs(config)) * item
+    kept = max(min(_KEPT_IMAGES * outputs, _MOST_CACHE_BYTES), min(video, _MOST_VIDEO_BYTES))
+    return {"vision weights": weights, "vision buffers": buffers, "image embeddings": kept}

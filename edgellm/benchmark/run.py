@@ -14,7 +14,7 @@ from edgellm.snapshots.contents import common_beginning
 
 if TYPE_CHECKING:
     from edgellm.drafting.acceptance import DraftingStatistics
-    from edgellm.drafting.ratings import DraftingReport
+    from edgellm.drafting.report import DraftingReport
     from edgellm.llm import LLM
     from edgellm.sampling_params import SamplingParams
 

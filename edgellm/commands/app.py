@@ -50,15 +50,11 @@ _ELSEWHERE = {
     "rm": "edgellm remove ORG/NAME, edgellm cache remove for snapshots of prompts; directories of your own you delete",
     "show": "edgellm info ENGINE_DIR says what a model is",
 }
-_HELP = {"help_option_names": ["--help", "-h"]}
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run one command line; always leaves by SystemExit.
-
-    Exit codes: 0 done, 1 an error that EdgeLLM explains, 2 wrong usage, 75 the GPU is lost, 130 interrupted, 141 nobody
-    reads the output.
-    """
+    """Run one command line; always leaves by SystemExit. Exit codes: 0 done, 1 an error that EdgeLLM explains, 2 wrong
+    usage, 75 the GPU is lost, 130 interrupted, 141 nobody reads the output."""
     _prepare_streams()
     show_logs()
     try:
@@ -81,7 +77,7 @@ def create_app() -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings=_HELP,
+        context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_top_level)
     for panel, commands in PANELS.items():

@@ -89,8 +89,7 @@ def bench(given: BenchOptions) -> None:
 def measure(
     settings: Settings, prompts: Sequence[BenchPrompt], configurations: str | None, repeat: int, of_device: bool = False
 ) -> dict[str, Any]:
-    """Run all configurations and return what there is to report, as JSON values; `of_device` with what a page says of
-    this device, too."""
+    """Run all configurations and return what to report, as JSON values; `of_device` with a page's facts, too."""
     from edgellm.benchmark import device_report
     from edgellm.benchmark.inputs import parse_configurations
     from edgellm.benchmark.run import run_benchmark, summarize

@@ -40,11 +40,6 @@ _target_option, _plan_option, _limit, _weight_option, _draft_option, _adapter_op
     for panel in ("Targets", "Plans", "Limits", "Weights", "Draft", "LoRA adapters", "Images")
 )
 
-#: Tokens of `TRIAL_TEXT` that any context has room for.
-_TRIAL_TOKENS = 8
-#: Of the free memory, what weights may take for a token to be computed unasked.
-_TRIAL_SHARE = 4
-
 
 def _read_release(name: str, value: str) -> tuple[int, int]:
     """A release of CUDA as (12, 6); RequestError for another text."""
@@ -281,7 +276,7 @@ def _fits_easily(path: Path) -> bool:
 
         size = sum((path / name).stat().st_size for name in directory.weight_files)
         free, _ = gpu_memory()
-    return size * _TRIAL_SHARE <= free
+    return 4 * size <= free
 
 
 def _compute_token(path: Path) -> None:
@@ -295,7 +290,7 @@ def _compute_token(path: Path) -> None:
     from edgellm.sampling_params import SamplingParams
 
     with SpecDecodeRuntime(path, drafting="auto") as runtime:
-        prompt = runtime.tokenizer.encode(TRIAL_TEXT)[:_TRIAL_TOKENS]
+        prompt = runtime.tokenizer.encode(TRIAL_TEXT)[:8]  # for which any context has room
         if runtime.directory.config.is_embedding:
             runtime.embed(EmbeddingRequest([prompt]), prompt)
             return

@@ -38,7 +38,6 @@ class FolderOptions(options.LogOptions):
     folder: Path | None = option("Where snapshots lie [default: in the user's cache directory].")
 
     def files(self) -> list[cache_prompts.SnapshotOnDisk]:
-        """All snapshots there."""
         return cache_prompts.snapshot_files(cache_prompts.chosen_folder(self.folder))
 
 
@@ -85,7 +84,6 @@ class RemoveOptions(NameOptions):
     everything: bool = option("Every snapshot in the folder.", "--all")
 
     def chosen(self) -> list[cache_prompts.SnapshotOnDisk]:
-        """The snapshots that are named, or every one."""
         if self.everything and self.name:
             raise typer.BadParameter("give names or --all, not both", param_hint="--all")
         return self.files() if self.everything else self.named()

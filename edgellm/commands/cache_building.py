@@ -36,11 +36,9 @@ def build_snapshots(
     tools: Tools | None = None,
     template_variables: Mapping[str, Any] | None = None,
 ) -> None:
-    """Compute and keep all prompts that are `wanted`, rendered with these tools and variables of the chat template.
-
-    A name or a file that is in use is refused before anything is computed, unless this `replaces` it. Raises
-    EdgeLLMError; the snapshots before the one that failed are then there all the same.
-    """
+    """Compute and keep the prompts that are `wanted`, rendered with these tools and variables of the chat template. A
+    name or a file that is in use is refused before anything is computed, unless this `replaces` it. Raises
+    EdgeLLMError; the snapshots before the one that failed are there all the same."""
     from edgellm.commands.models import open_model  # what a name in use need not load
 
     replaced = _replaced_files(wanted, folder, replaces)
@@ -76,11 +74,9 @@ def build_snapshots(
 
 
 def _replaced_files(wanted: Sequence[CachePrompt], folder: Path, replaces: bool) -> dict[str, list[Path]]:
-    """The files for every prompt's name in the folder that have it, to go once the new one is there.
-
-    Raises RequestError for names and files that are in use and not to be replaced, or wanted twice, and SnapshotError
-    for an output file that is no snapshot.
-    """
+    """The files of every prompt's name in the folder, to go once the new one is there. Raises RequestError for names
+    and files that are in use and not to be replaced, or wanted twice, SnapshotError for an output that is no
+    snapshot."""
     stored = [(found.label, found.path) for found in snapshot_files(folder)]
     replaced: dict[str, list[Path]] = {}
     problems, outputs = [], set()
@@ -108,11 +104,8 @@ def _keep(
     snapshot: Snapshot, item: CachePrompt, folder: SnapshotFolder, replaced: Sequence[Path], replaces: bool
 ) -> tuple[Path, Sequence[Path]]:
     """Write a snapshot in the place of the files that are `replaced`; returns its file, and which ones went to keep
-    within the disk budget.
-
-    Raises RequestError where the very prompt is kept under another name, which this would take from it, and
-    SnapshotError where its file is something else.
-    """
+    within the disk budget. Raises RequestError where the very prompt is kept under another name, which this would take
+    from it, and SnapshotError where its file is something else."""
     if item.output is not None:
         write_snapshot(item.output, snapshot)
         for old in replaced:

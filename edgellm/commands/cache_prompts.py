@@ -1,8 +1,5 @@
-"""System prompts and their snapshots on the command line.
-
-`edgellm cache build` is given prompts as an option, in a file, on standard input or in YAML; the other commands name
-snapshots that are on disk, and take the prompt of one.
-"""
+"""System prompts and their snapshots on the command line: as `edgellm cache build` is given them, and as the other
+commands name snapshots on disk, and take the prompt of one."""
 
 from __future__ import annotations
 
@@ -32,18 +29,13 @@ from edgellm.snapshots.system_prompt import Tools, checked_template_inputs, prom
 if TYPE_CHECKING:
     from edgellm.commands.settings import Settings
 
-#: Of a text in an error no more characters are shown.
-_LONGEST_SHOWN = 100
 _KEYS = ("name", "prompt", "file", "lora", "output")
 
 
 @dataclass(frozen=True)
 class CachePrompt:
-    """A system prompt, the name that people see, and the file for its snapshot (None: the folder of snapshots).
-
-    `adapter` is the LoRA adapter that it is for, and `adapter_directory` where that lies, if not in the engine
-    directory.
-    """
+    """A system prompt with its name, the file for its snapshot (None: one in the folder), the LoRA adapter that it is
+    for, and where that lies, if not in the engine directory."""
 
     label: str
     text: str
@@ -53,8 +45,8 @@ class CachePrompt:
 
 
 def read_cache_prompts(given: Any) -> list[CachePrompt]:
-    """What the options of `edgellm cache build` ask for; raises typer.BadParameter where they exclude each other, and
-    RequestError."""
+    """What the options of `edgellm cache build` ask for; raises RequestError, and typer.BadParameter for a
+    contradiction."""
     prompt, file, prompts = given.prompt, given.file, given.prompts
     ways = {"--prompt": prompt, "--file": file, "--prompts": prompts}
     flags = [flag for flag, value in ways.items() if value is not None]
@@ -71,10 +63,8 @@ def read_cache_prompts(given: Any) -> list[CachePrompt]:
 
 
 def load_cache_prompts(path: Path) -> list[CachePrompt]:
-    """The prompts of a YAML file: a list of `name`, `prompt` or `file`, and perhaps `lora` and `output`.
-
-    Paths are relative to the YAML file. Raises RequestError that names file, entry and key.
-    """
+    """The prompts of a YAML file: a list of `name`, `prompt` or `file`, and perhaps `lora` and `output`. Paths are
+    relative to the YAML file. Raises RequestError that names file, entry and key."""
     path = user_path(path)
     text = read_text(path, SETTINGS_BYTES, RequestError, "--prompts", takes_pipes=True)
     entries = parse_yaml(text, str(path), RequestError)
@@ -122,19 +112,12 @@ def _cache_prompt(
 
 
 def adapter_directories(prompts: Sequence[CachePrompt]) -> dict[str, Path]:
-    """The directories of adapters that do not lie in the engine directory, by name.
-
-    Raises RequestError where a name is given to two of them.
-    """
+    """The directories of adapters beside the engine directory's, by name. RequestError where two have one name."""
     found: dict[str, Path] = {}
     for prompt in prompts:
-        if prompt.adapter is not None and prompt.adapter_directory is not None:
-            directory = found.setdefault(prompt.adapter, prompt.adapter_directory)
-            if directory != prompt.adapter_directory:
-                raise RequestError(
-                    f"the adapter {prompt.adapter!r} is {directory} and {prompt.adapter_directory}: give one of them "
-                    "another name"
-                )
+        name, directory = prompt.adapter, prompt.adapter_directory
+        if name is not None and directory is not None and (first := found.setdefault(name, directory)) != directory:
+            raise RequestError(f"the adapter {name!r} is {first} and {directory}: give one of them another name")
     return found
 
 
@@ -165,16 +148,14 @@ class SnapshotOnDisk:
         return {"path": str(self.path), "bytes": found.nbytes, **asdict(found.facts), "prompt": prompt}
 
     def line(self) -> str:
-        """A row of the list."""
         if isinstance(self.found, SnapshotError):
             return f"cannot be used: {self.found.reason}"
         facts, binding = self.found.facts, self.found.facts.binding
         drafted = ", draft" if binding.has_draft else ""
         adapted = "" if binding.adapter == NONE else f", adapter {binding.adapter[:8]}"
-        return (
-            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {mebibytes(self.found.nbytes):>13}  "
-            f"{binding.backend} {binding.dtype}{drafted}{adapted}, {printable(facts.model)}"
-        )
+        size = f"{facts.tokens:>7,} tokens {mebibytes(self.found.nbytes):>13}"
+        computed = f"{binding.backend} {binding.dtype}{drafted}{adapted}"
+        return f"{printable(facts.label):<42}{size}  {computed}, {printable(facts.model)}"
 
 
 def snapshot_files(folder: Path) -> list[SnapshotOnDisk]:
@@ -191,29 +172,23 @@ def read_snapshot_file(path: Path) -> SnapshotOnDisk:
 
 
 def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
-    """The snapshot that a name means; RequestError where that is none or several.
-
-    It is the prompt's name, or what the name of one file in the folder begins with; only what is neither, and is
-    written as a path (with a separator, or with the ending of snapshots), is a file anywhere.
-    """
+    """The snapshot that a name means: the prompt's, or what the name of one file in the folder begins with, or else,
+    where it is written as a path, a file anywhere. RequestError where that is none or several."""
     stored = snapshot_files(folder) if name else []
     found = [item for item in stored if item.label == name]
     found = found or [item for item in stored if item.path.name.startswith(name)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise RequestError(
-            f"{name!r} may be {', '.join(printable(item.path.stem) for item in found)}: write more of one of them"
-        )
-    path = user_path(name)
+        stems = ", ".join(printable(item.path.stem) for item in found)
+        raise RequestError(f"{name!r} may be {stems}: write more of one of them")
+    path, shown = user_path(name), "edgellm cache list shows them"
     if not name or not os.path.lexists(path):
-        raise RequestError(
-            f"there is no snapshot {name!r}, neither a file nor in {folder}: edgellm cache list shows them"
-        )
+        raise RequestError(f"there is no snapshot {name!r}, neither a file nor in {folder}: {shown}")
     if is_snapshot_path(name):
         return read_snapshot_file(path)
     hint = f"the file of that name is written {os.curdir}{os.sep}{name}"
-    raise RequestError(f"there is no snapshot {name!r} in {folder} ({hint}): edgellm cache list shows them")
+    raise RequestError(f"there is no snapshot {name!r} in {folder} ({hint}): {shown}")
 
 
 def with_cached_prompt(
@@ -223,12 +198,9 @@ def with_cached_prompt(
     template_variables: Mapping[str, Any] | None = None,
 ) -> tuple[Settings, Tools | None, dict[str, Any]]:
     """The settings with the system prompt that their snapshot keeps, and the tools and template variables of it.
-
-    A system prompt that the settings name otherwise must be the same, unless the snapshot was named
-    `before_settings_file`; so must `tools`, where any are given. Given `template_variables` go before the snapshot's:
-    many of them change nothing of a system prompt. Raises RequestError that names both, or SnapshotError for a snapshot
-    that cannot be used.
-    """
+    Another system prompt in the settings must be the same, unless the snapshot was named `before_settings_file`; so
+    must `tools`. Given `template_variables` go before the snapshot's. Raises RequestError that names both, or
+    SnapshotError for a snapshot that cannot be used."""
     tools, given = checked_template_inputs(tools, template_variables)
     variables = given or {}
     assert settings.system_cache
@@ -253,10 +225,8 @@ def with_cached_prompt(
 
 def _another(name: str, cached: Any, what: str, given: Any, origin: str) -> RequestError:
     """The error for a snapshot that was made of something else than what is given beside it."""
-    found, wanted = (
-        text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-        for text in (repr(value) if isinstance(value, str) else json.dumps(value) for value in (cached, given))
-    )
+    texts = (repr(value) if isinstance(value, str) else json.dumps(value) for value in (cached, given))
+    found, wanted = (text if len(text) <= 100 else f"{text[:100]}..." for text in texts)
     return RequestError(
         f"the snapshot {name!r} is of the {what} {found}, but {wanted} is given ({origin}): leave one of them out "
         "(--no-system-cache is no snapshot), or make a snapshot for the other (edgellm cache build)"

@@ -59,10 +59,8 @@ class ChatOptions(
 
 @contextmanager
 def observing(asked: ObservingOptions) -> Iterator[Observer | None]:
-    """What is to observe the model, None for nothing; the model must be closed when this ends.
-
-    Raises RequestError where the trace cannot be written, MissingDependencyError where there is no NVTX.
-    """
+    """What is to observe the model, None for nothing; the model must be closed when this ends. Raises RequestError
+    where the trace cannot be written, MissingDependencyError where there is no NVTX."""
     if asked.trace is None and not asked.nvtx:
         yield None
         return
@@ -109,10 +107,8 @@ def chat(given: ChatOptions) -> None:
         try:
             if isinstance(lines, TerminalLines):
                 state.say, state.shows_statistics = console.say, settings.stats is not False
-                possible = {
-                    name: partial(each.completion, state) if callable(each.completion) else each.completion
-                    for name, each in COMMANDS.items()
-                }
+                words = {name: each.completion for name, each in COMMANDS.items()}
+                possible = {name: partial(each, state) if callable(each) else each for name, each in words.items()}
                 lines.complete_with(partial(candidates, possible))
                 console.write_note(_greeting(llm, settings.adapter))
                 converse_at_terminal(state, lines)
@@ -209,9 +205,8 @@ def _answer(state: ChatState, ask: Callable[[SamplingParams], Generation], param
         turns = turns_in_words(response.dropped_turns)
         console.write_note(f"The oldest {turns} left the conversation, to make room in the context ({context} tokens).")
     if response.finish_reason == "context":
-        console.write_note(
-            f"The context is full ({context} tokens), the answer was cut: /set max_tokens N keeps room for N."
-        )
+        cut = f"The context is full ({context} tokens), the answer was cut"
+        console.write_note(f"{cut}: /set max_tokens N keeps room for N.")
     state.conversation.take_in()
     return response
 

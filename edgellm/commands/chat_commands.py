@@ -62,14 +62,11 @@ class ChatState:
 
     @property
     def params(self) -> SamplingParams:
-        """How answers are drawn."""
         return self.conversation.params or SamplingParams()
 
     def show(self, path: Path, question: str = "The next question") -> None:
-        """Show an image with the next question, which is called `question`.
-
-        RequestError or ImageError where that cannot be.
-        """
+        """Show an image with the next question, which is called `question`. RequestError or ImageError where that
+        cannot be."""
         images.require_vision(self.llm)
         attached_image = images.read_image_file(path)
         self.attached_images.append(attached_image)
@@ -98,8 +95,7 @@ def is_command(message: str) -> bool:
 
 
 class Command(NamedTuple):
-    """A command: what does it, its form and purpose as /help shows them, and what its argument may be: FILE, or the
-    words that are possible now."""
+    """What carries a command out, its form and purpose for /help, and what completes its argument: FILE, or words."""
 
     run: Callable[[ChatState, str], SamplingParams | None]
     form: str
@@ -124,10 +120,8 @@ def _command(form: str, purpose: str, completion: Any = None) -> Callable[[_Run]
 
 
 def run_command(state: ChatState, line: str) -> SamplingParams | None:
-    """Carry out a command; raises Leave, or RequestError for one that is unknown or wrong.
-
-    Where the last question is to be answered again, the sampling to do that with is returned.
-    """
+    """Carry out a command; raises Leave, or RequestError for one that is unknown or wrong. Where the last question is
+    to be answered again, the sampling to do that with is returned."""
     name, _, argument = line[1:].strip().partition(" ")
     name, argument = _ALIASES.get(name, name), argument.strip()
     if name not in COMMANDS:
@@ -267,7 +261,6 @@ def _draft(state: ChatState, argument: str) -> None:
 
 
 def drafted_by(drafting: DraftingConfig | None) -> str:
-    """What drafts, in words."""
     if drafting is None:
         return "Nothing is drafted"
     if not drafting.needs_draft_model:
@@ -332,10 +325,8 @@ def _load(state: ChatState, argument: str) -> None:
 @_command("/stats", "counts and speeds of the last answer and of this session")
 def _stats(state: ChatState, argument: str) -> None:
     llm, response = state.llm, state.last_response
-    lines = [
-        f"model: {model_name(llm)} ({llm.directory.config.family}), {llm.backend_name} backend, "
-        f"context {llm.context_length} tokens"
-    ]
+    model = f"model: {model_name(llm)} ({llm.directory.config.family}), {llm.backend_name} backend"
+    lines = [f"{model}, context {llm.context_length} tokens"]
     if llm.adapters:
         lines.append(adapters_in_words(llm.adapters, state.conversation.adapter))
     if response is None:
@@ -352,10 +343,8 @@ def _stats(state: ChatState, argument: str) -> None:
             lines.append(f"draft chosen: {report.reason}")
     if llm.has_vision_model:
         counts = llm.metrics()["multimodal"]
-        lines.append(
-            f"images: {counts['images']} in prompts, {counts['reused_images']} of them encoded before, "
-            f"{counts['image_tokens']} tokens, encoded in {counts['seconds']:.2f} s"
-        )
+        seen = f"images: {counts['images']} in prompts, {counts['reused_images']} of them encoded before"
+        lines.append(f"{seen}, {counts['image_tokens']} tokens, encoded in {counts['seconds']:.2f} s")
     lines.append(f"session: {number_of(state.answers, 'answer')}, {number_of(state.answer_tokens, 'token')}")
     state.say("\n".join(lines))
 

@@ -42,11 +42,8 @@ class Conversation:
 
 
 def save_conversation(path: Path, session: Session, model: str, replaces_any: bool = False) -> int:
-    """Write the conversation of a session as JSON in place of one, or of any ordinary file where this `replaces_any`.
-
-    The file is whole or what it was; where it is a link, what it leads to. Returns how many messages it has; raises
-    RequestError.
-    """
+    """Write the conversation of a session as JSON in place of one, or of any ordinary file where this `replaces_any`:
+    whole or not at all, through a link. Returns how many messages it has; raises RequestError."""
     _check_replaced(path, replaces_any)
     messages = session.messages[0 if session.system is None else 1 :]
     content = {
@@ -64,8 +61,7 @@ def save_conversation(path: Path, session: Session, model: str, replaces_any: bo
 
 
 def _check_replaced(path: Path, replaces_any: bool) -> None:
-    """Raise RequestError where a file would be lost that is not to be replaced, and for what is there and no file, such
-    as a pipe, which might never end."""
+    """Raise RequestError where a file would be lost that is not to be replaced, and for what is no file."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

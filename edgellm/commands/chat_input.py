@@ -148,11 +148,8 @@ Argument = str | Callable[[], Iterable[str]] | None
 
 
 def candidates(arguments: Mapping[str, Argument], line: str) -> list[str]:
-    """Every way to go on with `line`, which ends at the cursor: whole lines that begin with it.
-
-    `arguments` has all commands (without slash) that are offered, with what their argument may be. What is finished
-    ends in a space; a folder ends in its slash.
-    """
+    """The whole lines that `line`, which ends at the cursor, may become. `arguments` has all commands (without slash)
+    that are offered, with what their argument may be. What is finished ends in a space; a folder in its slash."""
     head, space, argument = line.partition(" ")
     if is_command(line):
         if not space and (commands := [f"/{name} " for name in arguments if f"/{name}".startswith(line)]):

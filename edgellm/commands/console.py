@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from edgellm.errors import DeviceLostError, EdgeLLMError
+from edgellm.errors import DeviceLostError, EdgeLLMError, number_of
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ class ProgressDisplay:
         self._stages: dict[str, tuple[int, int]] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that `done` of `total` of a stage is done."""
         before, now = self._stages.get(stage), (done, total)
         self._stages[stage] = now
         if sys.stderr.isatty():
@@ -173,8 +172,7 @@ def _steering_nothing(text: str) -> str:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let a terminating signal unwind the command as Ctrl-C does, so that it removes what is half written and keeps
-    what is to stay."""
+    """Let a signal unwind the command as Ctrl-C does: what is half written is removed, what is to stay kept."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -201,10 +199,9 @@ def progress_display() -> Iterator[ProgressDisplay]:
 
 
 def read_answer(ask: Callable[[], Generation], shows: bool = True) -> Response:
-    """Write the answer that `ask` begins as it grows, then a line for each call of a tool in it, and why one is broken.
-
-    The first Ctrl-C cancels the answer, the next one raises KeyboardInterrupt. With `shows` false nothing is written.
-    """
+    """Write the answer that `ask` begins as it grows, then a line for each call of a tool in it, and why one is
+    broken. The first Ctrl-C cancels the answer, the next one raises KeyboardInterrupt. With `shows` false nothing is
+    written."""
     stream, pressed = None, False
 
     def press(*_: Any) -> None:
@@ -242,13 +239,10 @@ def statistics_line(response: Response, context_length: int) -> str:
     """What one looks at after every answer: its length, speed and end, and how full the context is."""
     usage, timings = response.usage, response.timings
     speed = timings.tokens_per_second(usage.completion_tokens)
-    tokens = _counted(usage.completion_tokens, "token")
-    parts = [
-        f"{tokens}, {speed:.1f} tokens/s" if speed else tokens,
-        f"context {usage.prompt_tokens + usage.completion_tokens}/{context_length}",
-        f"ended by {response.finish_reason}",
-    ]
-    return "[" + " | ".join(parts) + "]"
+    tokens = number_of(usage.completion_tokens, "token")
+    rate = f", {speed:.1f} tokens/s" if speed else ""
+    context = f"context {usage.prompt_tokens + usage.completion_tokens}/{context_length}"
+    return f"[{tokens}{rate} | {context} | ended by {response.finish_reason}]"
 
 
 def statistics_lines(response: Response, context_length: int) -> Iterator[str]:
@@ -258,23 +252,17 @@ def statistics_lines(response: Response, context_length: int) -> Iterator[str]:
     computed, prefill = usage.prompt_tokens - usage.reused_tokens, timings.prefill_seconds
     speed = f", {computed / prefill:.0f} tokens/s" if prefill > 0 else ""
     reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
-    yield (
-        f"prompt: {_counted(usage.prompt_tokens, 'token')}{reused}, {computed} computed in {prefill:.2f} s{speed}, "
-        f"first token after {timings.time_to_first_token:.2f} s"
-    )
+    prompt = f"{number_of(usage.prompt_tokens, 'token')}{reused}, {computed} computed in {prefill:.2f} s{speed}"
+    yield f"prompt: {prompt}, first token after {timings.time_to_first_token:.2f} s"
     if response.drafting is not None:
         yield f"drafting: {drafting_in_words(response.drafting)}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def drafting_in_words(drafting: DraftingStatistics) -> str:
     """What drafting did for an answer: tokens a round, what was drafted most, and where the time went."""
     if not drafting.rounds:
         return "no draft"
-    rounds = _counted(drafting.rounds, "round")
+    rounds = number_of(drafting.rounds, "round")
     plain = f" and {drafting.plain_steps} plain" if drafting.plain_steps else ""
     most = max(drafting.plans, key=drafting.plans.__getitem__)
     words = f"draft {drafting.mean_acceptance_length:.2f} tokens/round, {rounds}{plain}, {most}"
@@ -308,17 +296,13 @@ class TextLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s" if verbose else "%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, with the fields behind it."""
         line, fields = super().format(record), getattr(record, "edgellm", {})
         return f"{line} ({', '.join(f'{name}={value}' for name, value in fields.items())})" if fields else line
 
 
 class LogHandler(logging.StreamHandler):  # a generic class from Python 3.11 on
-    """Writes log lines to standard error; with `sums_up`, what records of one `stage` of preparing say is one line.
-
-    A record's `stage` is (what goes on, what it does now): on a terminal the line is rewritten, elsewhere it is written
-    once.
-    """
+    """Writes log lines to standard error; with `sums_up`, records that have a `stage` (what goes on, what it does now)
+    are one line for each stage, which a terminal rewrites."""
 
     def __init__(self, formatter: logging.Formatter, sums_up: bool) -> None:
         super().__init__(sys.stderr)
@@ -327,7 +311,6 @@ class LogHandler(logging.StreamHandler):  # a generic class from Python 3.11 on
         self._counts: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
         if not self._sums_up or not hasattr(record, "stage"):
             status_line.show("")
             super().emit(record)

@@ -30,7 +30,6 @@ def convert(given: ConvertOptions) -> None:
 
 
 def report_lines(report: ConversionReport) -> Iterator[str]:
-    """The table that ends a conversion."""
     dtypes = ", ".join(f"{dtype} ({count})" for dtype, count in sorted(report.dtypes.items()))
     yield f"{report.path}: every tensor was read back and is the same"
     yield f"  {'tensors':<10}{report.tensors:,}"

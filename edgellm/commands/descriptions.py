@@ -35,8 +35,7 @@ def adapters_in_words(names: Sequence[str], chosen: str | None) -> str:
 
 
 def mixers_in_words(config: Mapping[str, Any]) -> str:
-    """What mixes the tokens of how many layers of a `DecoderConfig` as a dictionary; nothing where it is attention over
-    all of them."""
+    """What mixes tokens in how many layers of a `DecoderConfig` as a dictionary; "" where it has no kinds."""
     words = {
         "attention": "of attention",
         "window": f"of attention within {config['sliding_window']} tokens",
@@ -45,10 +44,8 @@ def mixers_in_words(config: Mapping[str, Any]) -> str:
     }
     if config["delta_heads"]:
         keys, values, key_size, size = config["delta_heads"]
-        words["delta"] = (
-            f"of the gated delta rule ({keys} key heads of {key_size}, {values} value heads of {size}, behind "
-            f"convolutions over {config['conv_width']} tokens)"
-        )
+        heads = f"{keys} key heads of {key_size}, {values} value heads of {size}"
+        words["delta"] = f"of the gated delta rule ({heads}, behind convolutions over {config['conv_width']} tokens)"
         words["mamba"] = f"of Mamba-2 ({values} heads of {size}, {keys} groups, states of {key_size})"
     return ", ".join(f"{count} {words[kind]}" for kind, count in Counter(config["layer_kinds"]).items())
 
@@ -57,10 +54,8 @@ def mixture_in_words(config: Mapping[str, Any]) -> str:
     """The mixture of experts of a `DecoderConfig` as a dictionary."""
     mixture = config["mixture"]
     layers = config["num_layers"] - len(mixture["dense_layers"])
-    return (
-        f"{layers} with mixtures of {mixture['experts']} experts of {mixture['size']}, {mixture['chosen']} for each "
-        "token"
-    )
+    experts = f"{mixture['experts']} experts of {mixture['size']}"
+    return f"{layers} with mixtures of {experts}, {mixture['chosen']} for each token"
 
 
 def draft_in_words(config: dict[str, Any]) -> str:
@@ -89,12 +84,9 @@ def draft_in_words(config: dict[str, Any]) -> str:
 def executor_facts(
     models: Mapping[str, Any], limits: EngineLimits, dtype: str, capability: str, packed: Collection[str] = ()
 ) -> list[dict[str, str | None]]:
-    """What runs which shapes on GPUs of a compute capability ("sm_90"): first the kernels, then TensorRT, alone or with
-    kernels for attention, and the `reason` why not kernels, each in an entry of its own; `models` has the configuration
-    by `EngineShape.model`, of which `packed` have packed weights.
-
-    Where one of them runs several steps of one phase, the reason is that of the first.
-    """
+    """What runs which shapes on GPUs of a compute capability ("sm_90"), an entry each: first the kernels, then
+    TensorRT, alone or with kernels for attention, with the `reason` why not kernels (of several steps of a phase, the
+    first's). `models` has the configuration by `EngineShape.model`, of which `packed` have packed weights."""
     # Which most commands do without:
     from edgellm.engines.backends.executors import refusal_on, splits_on
     from edgellm.engines.backends.split_engine import SplitEngine
@@ -121,7 +113,6 @@ def executor_facts(
 
 
 def executors_in_words(facts: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """`executor_facts`, a line each."""
     return [f"{each['name']}: {each['shapes']}" + (f" ({each['reason']})" if each["reason"] else "") for each in facts]
 
 
@@ -130,9 +121,8 @@ def sizes_in_words(shapes: Sequence[EngineShape], every: Collection[tuple[int, i
     batches: dict[int, list[int]] = {}
     for tokens, batch in sorted({(shape.tokens, shape.batch) for shape in shapes}):
         batches.setdefault(tokens, []).append(batch)
-    return ", ".join(
-        f"{tokens}"
-        if len(found) == sum(other == tokens for other, _ in every)
-        else f"{tokens} (batch {', '.join(map(str, found))})"
-        for tokens, found in batches.items()
-    )
+    texts = []
+    for tokens, found in batches.items():
+        is_all = len(found) == sum(other == tokens for other, _ in every)
+        texts.append(f"{tokens}" if is_all else f"{tokens} (batch {', '.join(map(str, found))})")
+    return ", ".join(texts)

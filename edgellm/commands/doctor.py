@@ -42,7 +42,6 @@ from edgellm.text.tokenizer import Tokenizer
 
 _PROMPT = "The red cup stands on the left, and the robot"
 _STEPS = 8
-_DRAFTED_TOKENS = 32
 
 
 class DoctorOptions(ModelOptions, GPUOption):
@@ -226,9 +225,8 @@ def _plans(directory: EngineDirectory) -> str:
     found = {platform.folder for place in places for platform, plans in platforms_with_plans(place) if plans}
     present = present_platform()
     here = f"; this machine needs {present.folder}" if present else ""
-    return (
-        ", ".join(sorted(found)) or "none: kernels need none, those of what TensorRT runs are built on first use"
-    ) + here
+    kept = ", ".join(sorted(found))
+    return (kept or "none: kernels need none, those of what TensorRT runs are built on first use") + here
 
 
 def _kernels(directory: EngineDirectory) -> str:
@@ -275,11 +273,9 @@ def _draft(directory: EngineDirectory) -> str:
 
 
 def _drafting_check(directory: EngineDirectory, backend: str) -> dict[str, Any]:
-    """Decode a few tokens with and without the draft; it is a fault if NumPy finds them different.
-
-    In fp16 a tie of the two likeliest tokens may be decided otherwise: that is said, and no failure.
-    """
-    params = SamplingParams(max_tokens=_DRAFTED_TOKENS, ignore_eos=True)
+    """Decode a few tokens with and without the draft; it is a fault if NumPy finds them different. In fp16 a tie of the
+    two likeliest tokens may be decided otherwise: that is said, and no failure."""
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
     answers = []
     for drafting in (None, DraftingConfig.largest(directory.limits)):
         with LLM(directory.path, backend=backend, drafting=drafting) as llm:
@@ -312,10 +308,9 @@ def _logits_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
     difference, largest = float(np.abs(found - reference).max()), float(np.abs(reference).max())
     tolerance = LOGIT_TOLERANCES[directory.dtype]
     agrees = difference <= tolerance * largest
-    text = (
-        f"GPU against NumPy: largest difference of logits {difference:.4g}, "
-        f"{difference / largest:.2%} of the largest logit (allowed {tolerance:.0%}): {'ok' if agrees else 'TOO LARGE'}"
-    )
+    share = f"{difference / largest:.2%} of the largest logit (allowed {tolerance:.0%})"
+    said = f"{difference:.4g}, {share}: {'ok' if agrees else 'TOO LARGE'}"
+    text = f"GPU against NumPy: largest difference of logits {said}"
     figures = {"difference": difference, "largest_logit": largest, "allowed": tolerance * largest}
     known = {name: value if np.isfinite(value) else None for name, value in figures.items()}  # JSON has no other
     yield checked("gpu", agrees, text, **known)

@@ -30,15 +30,11 @@ if TYPE_CHECKING:
     from edgellm.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 256
-#: The largest window that is taken without being asked for, in tokens.
-_WINDOW = 2048
 #: How models answer, in the order of the table.
 REFERENCE, PLAIN, DRAFTED = "reference", "plain", "drafted"
 
 
 class MeasureOptions(Options, panel="Measures"):
-    """What is to be measured, and of what."""
-
     text: Path | None = option("Perplexity of a text (UTF-8), in windows.", metavar="FILE")
     exact_match: Path | None = option(
         "Share of prompts that are answered as expected, plain and drafted: JSON lines with prompt and answer (or "
@@ -91,9 +87,8 @@ def eval(given: EvalOptions) -> None:
     Example: edgellm eval robot-int4 --reference robot --text book.txt
     """
     if given.text is None and not given.files:
-        raise typer.BadParameter(
-            "nothing is to be measured: give --text, --exact-match or --rouge", param_hint="--text"
-        )
+        message = "nothing is to be measured: give --text, --exact-match or --rouge"
+        raise typer.BadParameter(message, param_hint="--text")
     settings = chosen_settings(given)
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
     require_writable(given.output, "--output")
@@ -155,10 +150,8 @@ class _Evaluation:
         if self.reference is not None:
             other = models.described_directory(self.reference)
             self._context = min(self._context, other.limits.kv_capacity)
-            check_same_vocabulary(
-                vocabulary_of(_tokenizer(self.reference), other.config.vocab_size),
-                vocabulary_of(tokenizer, directory.config.vocab_size),
-            )
+            expected = vocabulary_of(_tokenizer(self.reference), other.config.vocab_size)
+            check_same_vocabulary(expected, vocabulary_of(tokenizer, directory.config.vocab_size))
         if asked.rouge is not None:
             rouge_scorer()
         self.examples: dict[str, list[Example]] = {
@@ -183,7 +176,7 @@ class _Evaluation:
         text = read_text(path, PROMPT_BYTES, RequestError, "the text", takes_pipes=True)
         if not text.strip():
             raise RequestError(f"the text {path} is empty: expected something to predict")
-        window = asked.window or min(self._context, _WINDOW)
+        window = asked.window or min(self._context, 2048)
         if window > self._context:
             raise RequestError(
                 f"the window has {window} tokens, the context {self._context}: take a smaller --window, or build with "
@@ -193,14 +186,9 @@ class _Evaluation:
         bos = bos_token(self._tokenizer, asked.bos)
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)[: asked.tokens]
         self.windows = text_windows(token_ids, window, stride, bos)
-        self._text = {
-            "file": str(path),
-            "tokens": len(token_ids),
-            "windows": len(self.windows),
-            "window": window,
-            "stride": stride,
-            "bos": None if bos is None else self._tokenizer.id_to_token(bos),
-        }
+        counts = {"tokens": len(token_ids), "windows": len(self.windows), "window": window, "stride": stride}
+        bos_text = None if bos is None else self._tokenizer.id_to_token(bos)
+        self._text = {"file": str(path), **counts, "bos": bos_text}
 
     def scores(self, llm: LLM, recorded: RecordedLogits | None) -> dict[str, Any]:
         """Perplexity, and where the reference's logits are `recorded` the distance to it."""
@@ -242,7 +230,6 @@ class _Evaluation:
         }
 
     def answer(self, llm: LLM, way: str) -> None:
-        """Let a model answer all prompts."""
         from edgellm.evaluation.measures import answers
 
         for kind, examples in self.examples.items():
@@ -294,7 +281,6 @@ _TITLES = {"equal_share": "exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2
 
 
 def report_lines(results: dict[str, Any]) -> Iterator[str]:
-    """The results of `commands.eval.measure` for people."""
     adapter = f", adapter {results['adapter']}" if results["adapter"] else ""
     reference = f", against {results['reference']}" if results["reference"] else ""
     yield f"{results['name']} on the {results['backend']} backend{adapter}{reference}"
@@ -310,10 +296,8 @@ def report_lines(results: dict[str, Any]) -> Iterator[str]:
 def _text_lines(text: dict[str, Any]) -> Iterator[str]:
     bos = f"BOS {text['bos']}" if text["bos"] else "no BOS"
     yield ""
-    yield (
-        f"{text['file']}: {text['tokens']:,} tokens, {text['counted_tokens']:,} counted, in windows of "
-        f"{text['window']:,}, stride {text['stride']:,}, {bos}"
-    )
+    counts = f"{text['tokens']:,} tokens, {text['counted_tokens']:,} counted"
+    yield f"{text['file']}: {counts}, in windows of {text['window']:,}, stride {text['stride']:,}, {bos}"
     if text["reference_perplexity"] is not None:
         yield f"  {'perplexity of the reference':<28}{text['reference_perplexity']:>12.4f}"
     nats = f"{text['mean_negative_log_likelihood']:.6f} nats a token"

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from edgellm.llm import LLM
     from edgellm.requests import Response, TokenLogprobs
 
-_WAIT_SECONDS = 2.0
-_WAITING = "Waiting for the end of standard input, which is appended to the prompt (< /dev/null: nothing is)."
-
 
 class GenerateOptions(
     options.PromptOptions,
@@ -65,16 +62,14 @@ def generate(given: GenerateOptions) -> None:
     if raw and given.images:
         raise typer.BadParameter("has no place for images: leave --raw out", param_hint="--raw")
     if raw and (given.has_system_prompt or given.chat_template is not None):
-        raise typer.BadParameter(
-            "takes no system prompt and no chat template: write all into the prompt", param_hint="--raw"
-        )
+        message = "takes no system prompt and no chat template: write all into the prompt"
+        raise typer.BadParameter(message, param_hint="--raw")
     if raw and any(asked):
         raise typer.BadParameter("has no chat template: leave tools and template variables out", param_hint="--raw")
     settings, tools, variables = with_cached_prompt(chosen_settings(given), given, *asked)
     if given.lora and settings.adapter is None:
-        raise typer.BadParameter(
-            "loads an adapter: choose the one that answers with --adapter NAME", param_hint="--lora"
-        )
+        message = "loads an adapter: choose the one that answers with --adapter NAME"
+        raise typer.BadParameter(message, param_hint="--lora")
     text = read_prompt(given.prompt, given.file)
     structure, logprobs = given.structure(), given.logprobs
     params = replace(sampling_params(settings).seeded(), logprobs=logprobs, structure=structure)
@@ -114,18 +109,17 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def with_piped_text(prompt: str) -> str:
-    """A prompt with what is piped in, or read from a file, after it and a blank line; alone where there is nothing.
-
-    A pipe is read to its end, and where nothing comes for a while, that is said. Devices and sockets are left alone: a
-    program that starts this one may keep them open.
-    """
+    """A prompt with what is piped in, or read from a file, after it and a blank line. A pipe is read to its end, and
+    where nothing comes for a while, that is said. Devices and sockets are left alone: a program that starts this one
+    may keep them open."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # none, or no file of the system's, as in a program that calls this
         return prompt
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return prompt
-    timer = Timer(_WAIT_SECONDS, write_note, [_WAITING])
+    waiting = "Waiting for the end of standard input, which is appended to the prompt (< /dev/null: nothing is)."
+    timer = Timer(2.0, write_note, [waiting])
     timer.daemon = True
     timer.start()
     try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Files with these names are taken for images where they are dropped; `/image` reads any name.
 SUFFIXES = frozenset(
-    (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm")
+    [".png", ".jpg", ".jpeg", ".jpe", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm"]
 )
 #: How a URL begins, whose second slash a path has lost.
 _URL = re.compile(r"(https?|data):", re.IGNORECASE)
@@ -62,11 +62,8 @@ def is_path(word: str) -> bool:
 
 
 def dropped_files(message: str) -> tuple[str, list[Path]]:
-    """A message without the image files that were dropped into it, and these files.
-
-    A file is taken where a word is its full path (or begins with ~/, ./ or ../, or is a file: URL), it exists, and it
-    has an image's name. Everything else stays in the text.
-    """
+    """A message without the image files that were dropped into it, and these: words that are the full path of a file
+    (or begin with ~/, ./ or ../, or are a file: URL) with an image's name."""
     whole = _image_file(message.strip())
     if whole is not None:  # as some terminals paste a path with spaces
         return "", [whole]

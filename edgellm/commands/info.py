@@ -85,21 +85,18 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
     known = [] if refusal is not None else _known_platforms(directory, layouts)
     platforms = [_platform_facts(directory, layouts, platform) for platform in known]
     kernels = [] if differences else kernel_facts(directory)
+    capabilities = {platform.compute_capability for platform in known} | {own["target"] for own in kernels}
+    if refusal is None and (gpu := find_gpu()) is not None:  # it takes no TensorRT to run kernels
+        capabilities.add(gpu.compute_capability)
     planned = planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}
     encoders = {} if directory.audio is None else audio_memory(directory.audio, computed, refusal is not None)
     if vision is not None:
         encoders |= vision_memory(vision.config, limits.image_rows, computed, video_tokens=directory.video_tokens)
     draft_config = None if draft is None else draft.config
     state = recurrent_bytes(decoder_states(config), 1)  # of one place of a text
+    weights, more = decoder_weights(config), packed_memory(directory.models, layouts, directory.dtype) | planned
     memory = plan_memory(
-        config,
-        limits,
-        decoder_weights(config),
-        computed,
-        packed_memory(directory.models, layouts, directory.dtype) | planned,
-        draft=draft_config,
-        adapters=limits.has_lora,
-        vision_memory=encoders,
+        config, limits, weights, computed, more, draft=draft_config, adapters=limits.has_lora, vision_memory=encoders
     )
     if verify:
         differences += [problem for platform in platforms for problem in platform["problems"]]
@@ -118,7 +115,7 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "executors": {
             name: descriptions.executor_facts(directory.models, limits, directory.dtype, name, layouts)
-            for name in sorted(_capabilities(known, refusal) | {own["target"] for own in kernels})
+            for name in sorted(capabilities)
         },
         "plans": platforms,
         "kernels": kernels,
@@ -127,7 +124,7 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
         "heads": _head_facts(directory),
         "memory": memory.items,
         "memory_by_gpu": [],
-        "float32_weights": sum(weight_bytes(spec, "float32") for spec in decoder_weights(config)),
+        "float32_weights": sum(weight_bytes(spec, "float32") for spec in weights),
         "host_memory": {
             KEPT_ROWS: PREEMPTION_BUDGET,
             "token": token_bytes(config, limits, computed, draft_config),
@@ -153,15 +150,8 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
     return facts
 
 
-def _capabilities(known: Sequence[plan_files.Platform], gpu_refusal: str | None) -> set[str]:
-    """The compute capabilities of platforms, and that of this machine's GPU, which takes no TensorRT to run kernels."""
-    gpu = find_gpu() if gpu_refusal is None else None
-    return {platform.compute_capability for platform in known} | ({gpu.compute_capability} if gpu else set())
-
-
 def kernel_facts(directory: EngineDirectory) -> list[dict[str, Any]]:
-    """The compiled kernels of a directory, by target and release of the compiler; `usable_here` is null without a
-    GPU."""
+    """The compiled kernels of a directory, by target and CUDA; `usable_here` is null without a GPU."""
     gpu, found = find_gpu(), []
     for name in directory.kernels:
         manifest = read_manifest(directory.path / KERNELS_FOLDER / name)
@@ -184,7 +174,6 @@ def kernel_facts(directory: EngineDirectory) -> list[dict[str, Any]]:
 
 
 def kernels_in_words(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`kernel_facts`, a line each."""
     here = {None: "", True: ", usable here", False: ", not for this machine"}
     return [
         f"{each['target']}: {each['modules']} compiled for {', '.join(map(str, each['multiprocessors']))} "
@@ -218,16 +207,12 @@ def _part_facts(
     config: ModelConfig, files: Mapping[str, FileDigest], more: Sequence[WeightSpec] = ()
 ) -> dict[str, Any]:
     """What there is of a draft or a vision encoder, which has `more` weights on the host."""
-    return {
-        "config": asdict(config),
-        "parameters": _parameters([*model_weights(config), *more]),
-        "weights": {name: file.size for name, file in files.items() if is_weight_file(name)},
-    }
+    sizes = {name: file.size for name, file in files.items() if is_weight_file(name)}
+    return {"config": asdict(config), "parameters": _parameters([*model_weights(config), *more]), "weights": sizes}
 
 
 def packed_facts(directory: EngineDirectory) -> dict[str, Any]:
-    """What packs each model with packed weights: the method, how many weights are stored how, their bytes, what is not
-    used."""
+    """What packs each model with packed weights: method, weights and bytes by how they are stored, and notes."""
     facts = {}
     for model, quantization in directory.packed_models().items():
         with directory.checkpoints[model]() as checkpoint:
@@ -243,24 +228,16 @@ def _head_facts(directory: EngineDirectory) -> dict[str, Any]:
     config = directory.config
     if HEAD_FILE not in directory.files:
         return {}
-    return {
-        "base": {
-            "head": config.head,
-            "format": str(head_format(config.head, config.hidden_size, directory.dtype)),
-            "bytes": directory.files[HEAD_FILE].size,
-            "embeds": config.embeds_by_head,
-        }
-    }
+    form, size = str(head_format(config.head, config.hidden_size, directory.dtype)), directory.files[HEAD_FILE].size
+    return {"base": {"head": config.head, "format": form, "bytes": size, "embeds": config.embeds_by_head}}
 
 
 def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[plan_files.Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     # Shapes are the same for all that have kernels.
     shapes = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_80", True, packed)
-    places = [
-        directory.plans_path,
-        *(plan_files.cached_plans_path(plan_files.directory_network(directory, shape)) for shape in shapes),
-    ]
+    networks = (plan_files.directory_network(directory, shape) for shape in shapes)
+    places = [directory.plans_path, *map(plan_files.cached_plans_path, networks)]
     found = {platform for place in places for platform, plans in plan_files.platforms_with_plans(place) if plans}
     present = plan_files.present_platform()
     return sorted(found | ({present} if present else set()), key=lambda platform: platform.folder)
@@ -272,9 +249,8 @@ def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform:
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
     for shape in planned_shapes(*described, True, packed):
-        plan, refusals = plan_files.find_plan(
-            directory, shape, platform, plan_files.directory_network(directory, shape)
-        )
+        network = plan_files.directory_network(directory, shape)
+        plan, refusals = plan_files.find_plan(directory, shape, platform, network)
         problems += refusals
         if plan is not None:
             sizes[shape] = len(plan)

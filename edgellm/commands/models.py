@@ -32,13 +32,11 @@ def open_model(
     tools: Tools | None = None,
     template_variables: Mapping[str, Any] | None = None,
 ) -> LLM:
-    """Open the model as the settings say, its progress shown on a terminal where it takes a while.
-
-    The file of a snapshot of the system prompt, which `with_cached_prompt` puts into the settings, is used for
-    conversations with these `tools` and `template_variables`. The model has the LoRA adapters where the settings or
-    `adapters` name one, or `every_adapter` is wanted. Raises AdapterError for an adapter that there is none of,
-    SnapshotError for a snapshot of the system prompt that does not fit.
-    """
+    """Open the model as the settings say, its progress shown on a terminal where it takes a while. The file of a
+    snapshot of the system prompt, which `with_cached_prompt` puts into the settings, is used for conversations with
+    these `tools` and `template_variables`. The model has the LoRA adapters where the settings or `adapters` name one,
+    or `every_adapter` is wanted. Raises AdapterError for an adapter that there is none of, SnapshotError for a snapshot
+    of the system prompt that does not fit."""
     llm = open_model_with(settings, chosen_drafting(settings), chosen_adapters(settings, adapters, every_adapter))
     if settings.system_cache is None:
         return llm
@@ -63,10 +61,8 @@ def open_model(
 def chosen_adapters(
     settings: Settings, adapters: Sequence[str] = (), every_adapter: bool = False
 ) -> dict[str, Path] | None:
-    """Directories of the LoRA adapters to load beside those of the engine directory; None: load none at all.
-
-    Raises AdapterError for one of the settings' or `adapters` that there is none of.
-    """
+    """Directories of the LoRA adapters to load beside those of the engine directory; None: load none at all. Raises
+    AdapterError for one of the settings' or `adapters` that there is none of."""
     directory = described_directory(settings)
     names = list({**directory.adapters, **settings.adapters})
     wanted = [*adapters, *([] if settings.adapter is None else [settings.adapter])]
@@ -99,17 +95,7 @@ def open_model_with(
 
     template = chosen_template(settings)
     try:
-        llm = LLM(
-            settings.model,
-            backend=settings.backend,
-            executor=settings.executor,
-            gpu=settings.gpu,
-            gpus=settings.gpus,
-            kv_cache=settings.kv_cache,
-            drafting=drafting,
-            adapters=adapters,
-            progress=_loading(),
-        )
+        llm = LLM(settings.model, **settings.computing, drafting=drafting, adapters=adapters, progress=_loading())
     finally:
         status_line.show("")
     llm.tokenizer.chat_template = template or llm.tokenizer.chat_template
@@ -124,10 +110,8 @@ def chosen_template(settings: Settings) -> ChatTemplate | None:
 
 
 def chosen_drafting(settings: Settings) -> DraftingConfig | None:
-    """How to draft with the model of the settings; None for plain decoding. Says so where it changes answers.
-
-    Raises RequestError where drafting is asked for and there is no draft model, or its engines cannot serve it.
-    """
+    """How to draft with the model of the settings; None for plain decoding. Says so where it changes answers. Raises
+    RequestError where drafting is asked for and there is no draft model, or its engines cannot serve it."""
     if settings.drafting.get("draft") is False:
         return None
     from edgellm.drafting.config import drafting_config, drafts_without_model
@@ -167,7 +151,6 @@ def backend_name(settings: Settings) -> str:
 
 
 def model_name(llm: LLM) -> str:
-    """How people know the model."""
     from edgellm.opened_model import SHIPPED_MODEL
 
     is_shipped = llm.directory.path.resolve() == SHIPPED_MODEL.resolve()
@@ -175,8 +158,7 @@ def model_name(llm: LLM) -> str:
 
 
 def system_prompt(llm: LLM, settings: Settings, with_images: bool = False) -> str | None:
-    """The system prompt of the settings, else the model's own, for a conversation `with_images` or without; None where
-    there is none."""
+    """The system prompt of the settings, else the model's own (`with_images` that for images), or None."""
     if settings.system is not None:
         return settings.system or None
     return (llm.default_image_system_prompt if with_images else llm.default_system_prompt) or None

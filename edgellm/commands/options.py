@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ from edgellm.commands.console import FORMATS, LEVELS, choose_logs
 from edgellm.commands.table import Options, argument, option, options_of
 from edgellm.engines.errors import at_place
 from edgellm.engines.formats.small_files import PROMPT_BYTES, decoded, read_text
-from edgellm.engines.formats.strict_formats import parse_json
+from edgellm.engines.formats.strict_formats import parse_json, parsed_json
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS
 from edgellm.engines.model.limits import KV_CACHES, MOST_GPUS
 from edgellm.errors import RequestError
@@ -46,8 +45,6 @@ _MODEL = "Engine directory, GGUF file, or a name on the hub: ORG/NAME or ORG/NAM
 
 
 class ModelOption(Options, panel="Model"):
-    """The engine directory, or a name on the hub."""
-
     model: Path | None = option(f"{_MODEL} [default: the shipped model].", "--model", "-m")
     engine_directory: Path | None = None
 
@@ -67,8 +64,6 @@ class ModelOptions(ModelOption, panel="Model"):
 
 
 class RevisionOptions(Options, panel="Models named as on the hub"):
-    """Which commit of a model that has a name."""
-
     revision: str | None = option("Branch, tag or commit of ORG/NAME [default: main].", metavar="REVISION")
     update: bool = option("Ask the hub for the revision's present commit, not only the first time.")
 
@@ -95,8 +90,6 @@ class NamedModelOptions(RevisionOptions, panel="Models named as on the hub"):
 
 
 class GPUOption(Options, panel="Model"):
-    """Which GPU, where there are several."""
-
     gpu: int | None = option(
         "The GPU that is opened, by its number from 0 on among those that CUDA_VISIBLE_DEVICES shows [default: the "
         "first].",
@@ -105,8 +98,6 @@ class GPUOption(Options, panel="Model"):
 
 
 class ComputingOptions(NamedModelOptions, GPUOption, panel="Model"):
-    """What computes, how KV rows are kept, and where other settings stand."""
-
     backend: str | None = option("What computes.", choices=BACKENDS)
     executor: str | None = option("What runs steps on a GPU: kernels, or wherever it can TensorRT.", choices=EXECUTORS)
     gpus: int | None = option(
@@ -125,8 +116,6 @@ class ComputingOptions(NamedModelOptions, GPUOption, panel="Model"):
 
 
 class LogOptions(Options, panel="Logs and errors"):
-    """What is logged, and how, and what errors show."""
-
     log_level: str | None = option(
         "What is logged to the standard error stream [default: warning].",
         choices=LEVELS,
@@ -148,8 +137,6 @@ def sampled(help: str, *flags: str, **details: Any) -> Any:
 
 
 class SamplingOptions(Options, panel="Sampling"):
-    """How tokens are chosen."""
-
     temperature: float | None = sampled("Randomness; 0 takes the likeliest token.")
     top_p: float | None = sampled("Draw from the likeliest tokens that reach P together.")
     top_k: int | None = sampled("Draw from the K likeliest tokens; 0: all.")
@@ -164,8 +151,6 @@ class SamplingOptions(Options, panel="Sampling"):
 
 
 class StructureOptions(Options, panel="Sampling"):
-    """What is noted of each token, and the form that the answer must have."""
-
     logprobs: int | None = sampled("Show each token's log-probability, and the N likeliest there.", metavar="N")
     json_schema: Path | None = option("The answer is JSON of the schema in this file.", metavar="FILE")
     regex: str | None = option("The whole answer matches this regular expression.", metavar="REGEX", is_free=True)
@@ -191,8 +176,6 @@ class ChatTemplateOption(Options, panel="Prompt"):
 
 
 class PromptOptions(ChatTemplateOption, panel="Prompt"):
-    """What stands before the user's words."""
-
     system: str | None = option("System prompt [default: the model's own]; '' is none.", is_free=True)
     system_file: Path | None = option("File with the system prompt.")
 
@@ -211,8 +194,6 @@ class PromptOptions(ChatTemplateOption, panel="Prompt"):
 
 
 class SystemCacheOptions(Options, panel="Prompt"):
-    """The snapshot that conversations begin with."""
-
     system_cache: str | None = option(
         "Snapshot that edgellm cache build made: take the system prompt and its KV cache from it. A name as edgellm "
         "cache list shows it, or a file.",
@@ -224,24 +205,18 @@ class SystemCacheOptions(Options, panel="Prompt"):
 
 
 class ImageOptions(Options, panel="Prompt"):
-    """Images that are shown with the first question."""
-
     images: list[Path] | None = option(
         f"Show an image with the (first) question; {_REPEATED}", "--image", metavar="FILE"
     )
 
 
 class LoraOption(Options, panel="LoRA adapters"):
-    """LoRA adapters beside those of the engine directory."""
-
     lora: list[str] | None = option(
         f"Load a LoRA adapter (a PEFT directory) beside those of the engine directory; {_REPEATED}", metavar="NAME=DIR"
     )
 
 
 class AdapterOptions(LoraOption, panel="LoRA adapters"):
-    """The LoRA adapter that answers."""
-
     adapter: str | None = option(
         "Answer with this LoRA adapter [default: none].", metavar="NAME", expected="the name of an adapter"
     )
@@ -249,15 +224,11 @@ class AdapterOptions(LoraOption, panel="LoRA adapters"):
 
 
 class ChatOutputOptions(Options, panel="Output"):
-    """What a chat keeps and shows."""
-
     history: bool | None = option("Keep the questions in a file.")
     stats: bool | None = option("A line of counts and speeds after answers; /stats says more.")
 
 
 class HostMemoryOptions(Options, panel="Limits"):
-    """The host's memory for what is computed already."""
-
     preemption_mib: int | None = option(
         "MiB of the host's memory for rows of answers that give way to more urgent ones [default: 256].", **_MIB
     )
@@ -268,8 +239,6 @@ class HostMemoryOptions(Options, panel="Limits"):
 
 
 class ToolOptions(Options, panel="Tools and template"):
-    """What the chat template gets with the messages."""
-
     tools: Path | None = option(
         "Tell the model of functions that it may call: a JSON list, as OpenAI's API takes it.", metavar="FILE"
     )
@@ -281,10 +250,8 @@ class ToolOptions(Options, panel="Tools and template"):
     )
 
     def template_inputs(self) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
-        """The tools (None: none) and the template's variables that were given.
-
-        Raises RequestError that names the file and the place in it, and typer.BadParameter for a wrong variable.
-        """
+        """The tools (None: none) and the template's variables that were given. Raises RequestError that names the file
+        and the place in it, and typer.BadParameter for a wrong variable."""
         variables: dict[str, Any] = {} if self.thinking is None else {"enable_thinking": self.thinking}
         try:
             for text in self.template_variable or ():
@@ -303,8 +270,6 @@ class ToolOptions(Options, panel="Tools and template"):
 
 
 class DraftingOptions(Options, panel="Drafting"):
-    """How answers are drafted."""
-
     draft: str | None = option(
         "Draft with the model's EAGLE head, or, with suffix, from what was said before, which every model can "
         "[default: with the head where there is one].",
@@ -372,22 +337,15 @@ def read_schema(path: Path) -> Structure:
 
 def json_or_text(text: str) -> Any:
     """The JSON value that a user wrote; what is none is a text itself."""
-
-    def refuse(name: str) -> Any:  # NaN and Infinity, which JSON has not
-        raise ValueError(name)
-
     try:
-        return json.loads(text, parse_constant=refuse)
+        return parsed_json(text)
     except (ValueError, RecursionError):
         return text
 
 
 def read_source(file: Path | None, ways: str, hint: str, takes_terminal: bool = False) -> tuple[str, str]:
-    """The text of `--file`, or of standard input where there is none, and where it comes from.
-
-    A terminal is a usage error that tells other `ways` and gives a `hint`, unless `takes_terminal`. RequestError for
-    what is no text.
-    """
+    """The text of `--file`, or of standard input where there is none, and where it comes from. A terminal is a usage
+    error that tells other `ways` and gives a `hint`, unless `takes_terminal`. RequestError for what is no text."""
     if file is not None:
         return read_text_file(file, "--file"), f"the file {file}"
     if not takes_terminal and (sys.stdin is None or sys.stdin.isatty()):

@@ -8,24 +8,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.commands.options import DRAFT_KINDS, OPTIONAL_KIND
-
-_ARGUMENTS, _COMMANDS, _OTHERS = "Arguments", "Commands", "Options"
-_FRAME = ("╭", "─", "╮", "│", "╰", "╯")
-_WIDEST = 100
-_SUMMARY = 200
+from edgellm.errors import shown
 
 
+<<<<<<< HEAD
 class PanelCommand(TyperCommand):
+=======
+class _GivenOnce:
+    """A command that takes the value of an option once, unless the option may be repeated."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        """As click makes it, but that of two values neither is forgotten: typer.BadParameter names both."""
+        parser = super().make_parser(ctx)  # type: ignore[misc]
+        for name, each in {**parser._short_opt, **parser._long_opt}.items():
+            if each.action == "store":
+                each.process = partial(_store, name, each)
+        return parser
+
+
+def _store(name: str, option: Any, value: Any, state: Any) -> None:
+    if option.dest in state.opts:
+        both = f"{shown(state.opts[option.dest])} and {shown(value)}"
+        raise typer.BadParameter(f"{both} are given: give one of them", param_hint=name)
+    type(option).process(option, value, state)
+
+
+class PanelCommand(_GivenOnce, TyperCommand):
     """A command whose help shows its options by subject."""
 
+>>>>>>> main
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses as typer does. `--draft` of `DraftingOptions` may stand alone: a word behind it that is no kind is
-        another argument."""
+        """Parses as typer does, but `--draft` of `DraftingOptions` takes a kind alone, or stands alone."""
         if any(parameter.metavar == OPTIONAL_KIND for parameter in self.params):
             ends = args.index("--") if "--" in args else len(args)
             for place in reversed(range(ends)):
@@ -34,21 +54,23 @@ class PanelCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the panels of options."""
         _write_panels(_option_rows(self, ctx), formatter)
 
 
+<<<<<<< HEAD
 class PanelGroup(TyperGroup):
+=======
+class PanelGroup(_GivenOnce, TyperGroup):
     """Several commands, whose help shows them by subject."""
 
+>>>>>>> main
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the panels of commands, then those of options."""
         rows = []
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)
             if command is not None and not command.hidden:
-                panel = getattr(command, "rich_help_panel", None) or _COMMANDS
-                rows.append((panel, (name, command.get_short_help_str(limit=_SUMMARY))))
+                panel = getattr(command, "rich_help_panel", None) or "Commands"
+                rows.append((panel, (name, command.get_short_help_str(limit=200))))
         _write_panels([*rows, *_option_rows(self, ctx)], formatter)
 
 
@@ -56,7 +78,7 @@ def _option_rows(command: Any, context: Any) -> Iterator[tuple[str, tuple[str, s
     """(panel, (names, help)) of all arguments and options that are shown."""
     for parameter in command.get_params(context):
         if (record := parameter.get_help_record(context)) is not None:
-            default = _ARGUMENTS if parameter.param_type_name == "argument" else _OTHERS
+            default = "Arguments" if parameter.param_type_name == "argument" else "Options"
             yield getattr(parameter, "rich_help_panel", None) or default, record
 
 
@@ -66,7 +88,7 @@ def _write_panels(rows: Any, formatter: Any) -> None:
     for panel, row in rows:
         panels.setdefault(panel, []).append(row)
     try:
-        "".join(_FRAME).encode(getattr(sys.stdout, "encoding", None) or "ascii")
+        "╭─╮│╰╯".encode(getattr(sys.stdout, "encoding", None) or "ascii")
         framed = True
         formatter.write_paragraph()
     except (UnicodeEncodeError, LookupError):
@@ -76,11 +98,10 @@ def _write_panels(rows: Any, formatter: Any) -> None:
             with formatter.section(title):
                 formatter.write_dl(records)
             continue
-        inside = type(formatter)(width=formatter.width - 4, max_width=_WIDEST)
+        inside = type(formatter)(width=formatter.width - 4, max_width=100)
         inside.write_dl(records)
-        left_top, line, right_top, side, left_bottom, right_bottom = _FRAME
         width = formatter.width
-        formatter.write(f"{left_top}{line} {title} {line * (width - len(title) - 5)}{right_top}\n")
+        formatter.write(f"╭─ {title} {'─' * (width - len(title) - 5)}╮\n")
         for text in inside.getvalue().splitlines():
-            formatter.write(f"{side} {text.ljust(width - 4)} {side}\n")
-        formatter.write(f"{left_bottom}{line * (width - 2)}{right_bottom}\n")
+            formatter.write(f"│ {text.ljust(width - 4)} │\n")
+        formatter.write(f"╰{'─' * (width - 2)}╯\n")

@@ -28,11 +28,6 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
 from edgellm.text.tokenizer import Tokenizer
 
-#: What is read where no file is named.
-DEFAULT_TEXTS = "calibration"
-#: Of all texts together no more is read: their rows stay in memory.
-_MOST_TOKENS = 16_384
-
 
 class QuantizeOptions(GPUOption):
     checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", default=...)
@@ -75,9 +70,8 @@ def quantize(given: QuantizeOptions) -> None:
             write_note(f"Scales are shared by groups of {group_size}: {largest} does not divide every layer's columns.")
     with Checkpoint.open(checkpoint) as opened:
         is_head = is_eagle_head(opened)
-    options = QuantizationOptions(
-        given.bits, group_size, not given.asymmetric, given.method or ("rtn" if is_head else METHODS[0])
-    )
+    method = given.method or ("rtn" if is_head else METHODS[0])
+    options = QuantizationOptions(given.bits, group_size, not given.asymmetric, method)
     texts: list[list[int]] = []
     if not is_head and (calibration is not None or options.method != "rtn"):
         config = read_decoder_config(checkpoint)
@@ -101,16 +95,12 @@ Text = str | list[dict[str, Any]]
 
 def default_texts() -> list[Text]:
     """Those of `configs/calibration.yaml`."""
-    found = installed(DEFAULT_TEXTS)
-    assert isinstance(found, list)
-    return found
+    return installed("calibration")
 
 
 def load_texts(path: Path) -> list[Text]:
-    """Read a file: one plain text, or where it begins with "{" a JSON object a line with "text" or "messages".
-
-    Raises RequestError that names file and line.
-    """
+    """Read a file: one plain text, or where it begins with "{" a JSON object a line with "text" or "messages". Raises
+    RequestError that names file and line."""
     content = read_text(user_path(path), PROMPT_BYTES, RequestError, "the calibration file", takes_pipes=True)
     if not content.strip():
         raise RequestError(f"the calibration file {path} is empty: expected text like that which the model will see")
@@ -137,7 +127,7 @@ def token_pieces(tokenizer: Tokenizer, entries: list[Text]) -> list[list[int]]:
     """The token ids of texts, in pieces of at most `LONGEST_TEXT`, until there are enough; conversations by the chat
     template, where the model has one that takes them."""
     pieces: list[list[int]] = []
-    left = _MOST_TOKENS
+    left = 16_384  # of all texts together: their rows stay in memory
     for entry in entries:
         ids = tokenizer.encode(entry) if isinstance(entry, str) else _conversation_ids(tokenizer, entry)
         ids = ids[:left]
@@ -156,7 +146,6 @@ def _conversation_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> l
 
 
 def report_lines(report: quantizer.QuantizationReport) -> Iterator[str]:
-    """The table that ends a run."""
     options = report.options
     scales = f"groups of {options.group_size}" if options.group_size else "a scale for each row"
     resumed = f" ({report.resumed} of them were there)" if report.resumed else ""
@@ -176,9 +165,8 @@ def _chosen_experts(chosen: Mapping[int, Sequence[int]]) -> str:
     counts = sorted(count for layer in chosen.values() for count in layer)
     missed = {index: [expert for expert, count in enumerate(layer) if not count] for index, layer in chosen.items()}
     number = sum(map(len, missed.values()))
-    said = (
-        f"each chosen by {counts[0]:,} to {counts[-1]:,} tokens, half of them by {counts[len(counts) // 2]:,} or more"
-    )
+    median = counts[len(counts) // 2]
+    said = f"each chosen by {counts[0]:,} to {counts[-1]:,} tokens, half of them by {median:,} or more"
     if not number:
         return said
     named = [f"layer {index}: {', '.join(map(str, found))}" for index, found in missed.items() if found]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 from edgellm.commands.console import mebibytes, write_note
@@ -10,7 +12,7 @@ from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import HubError
 from edgellm.hub.inventory import Removal, built_directories, remove_of_files
 from edgellm.hub.inventory import remove as remove_model
-from edgellm.hub.names import HubName
+from edgellm.hub.names import HubName, first_part
 from edgellm.kernels.user_paths import printable, resolved, user_path
 
 
@@ -46,7 +48,8 @@ def remove(given: RemoveOptions) -> None:
 def _named(text: str, revision: str | None) -> dict[str, Removal]:
     """What was removed of a file or a name. Raises HubError."""
     path = user_path(text)
-    if revision is None and path.name.endswith(".gguf") and (of_file := remove_of_files(resolved(path))):
+    file = Path(first_part(str(resolved(path))))
+    if revision is None and path.name.endswith(".gguf") and (of_file := remove_of_files(file)):
         return {str(file): removal for file, removal in of_file.items()}
     name = HubName.parse(text)
     if name is None or resolved(path) in built_directories():

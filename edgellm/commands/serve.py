@@ -1,5 +1,4 @@
-"""`edgellm serve`: the model for other programs, over HTTP as clients of OpenAI's, Anthropic's and ollama's APIs ask
-for it."""
+"""`edgellm serve`: the model over HTTP, for clients of OpenAI's, Anthropic's and ollama's APIs."""
 
 from __future__ import annotations
 
@@ -28,15 +27,11 @@ if TYPE_CHECKING:
     from edgellm.http.app import Service
     from edgellm.http.connections import Notifier, Server
 
-#: A thread that reads a request gives way to the model's, and to the event loop, after so long.
-_SWITCH_SECONDS = 0.001
 #: Files that the model and connections which are being turned away may have open beside those that are served.
 _OTHER_FILES = 1024
 
 
 class ServerOptions(Options, panel="Server"):
-    """Where the server listens, and who may ask it."""
-
     host: str = option("Address to listen on; 0.0.0.0 is every one.", default="127.0.0.1", metavar="ADDRESS")
     port: int = option("Port to listen on; 0 is any free one.", default=8000, least=0, most=65535)
     model_name: str | None = option("What requests call the model [default: its directory].", metavar="NAME")
@@ -77,8 +72,6 @@ class ServerOptions(Options, panel="Server"):
 
 
 class LimitOptions(Options, panel="Limits"):
-    """What the server takes at most."""
-
     queue_limit: int = option("Requests that may wait; one more is answered with 429.", default=64, least=1)
     max_connections: int = option("Connections at a time; more are closed.", default=256, least=1)
     max_body_mib: int = option("MiB of a request.", default=32, least=1, most=1024)
@@ -132,7 +125,7 @@ def serve(given: ServeOptions) -> None:
     _allow_files(given.max_connections)
     warnings.filterwarnings("ignore", module=r"PIL\..*")  # large images are refused by limits of their own
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(0.001)  # then a thread that reads a request gives way to the model's and the loop
     ended_by = asyncio.run(_serve(replace(settings, adapter=None), given, keys, handed))
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
@@ -167,11 +160,7 @@ async def _serve(
     template = models.chosen_template(settings)
     llm = AsyncLLM(
         settings.model,
-        backend=settings.backend,
-        executor=settings.executor,
-        gpu=settings.gpu,
-        gpus=settings.gpus,
-        kv_cache=settings.kv_cache,
+        **settings.computing,
         drafting=models.chosen_drafting(settings),
         adapters=loras,
         snapshots=[] if settings.system_cache is None else [settings.system_cache],
@@ -188,12 +177,9 @@ async def _serve(
         notifier.tell("STOPPING=1")
         await service.finish(given.shutdown_seconds)
 
-    http = Server(
-        service.app(),
-        (given.host, given.port),
-        ConnectionLimits(given.max_connections, given.header_seconds, given.body_seconds, given.stall_seconds),
-        finish,
-    )
+    seconds = given.header_seconds, given.body_seconds, given.stall_seconds
+    limits = ConnectionLimits(given.max_connections, *seconds)
+    http = Server(service.app(), (given.host, given.port), limits, finish)
     counts = service.counts
     counts.connections, counts.closed_connections = lambda: len(http.server_state.connections), http.closed
     watching = asyncio.ensure_future(_watch(service, http, notifier))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -67,15 +66,18 @@ class Settings:
     drafting: dict[str, Any] = field(default_factory=dict)
     build: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def computing(self) -> dict[str, Any]:
+        """What computes, as arguments of `LLM` and `AsyncLLM`."""
+        return {name: getattr(self, name) for name in ("backend", "executor", "gpu", "gpus", "kv_cache")}
+
 
 _KEYS = tuple(item.name for item in fields(Settings))
 
 
 def load_settings(path: str | Path | None = None) -> Settings:
-    """The settings of the file `path` or, without one, of the user's own where there is one, over the defaults.
-
-    Raises SettingsError that names file and key.
-    """
+    """The settings of the file `path` or, without one, of the user's own where there is one, over the defaults. Raises
+    SettingsError that names file and key."""
     found = user_folder("XDG_CONFIG_HOME", ".config") / "config.yaml" if path is None else user_path(path)
     if path is None and not found.exists():
         return Settings()
@@ -111,12 +113,12 @@ def _known(key: Any, known: tuple[str, ...], origin: str) -> str:
 
 def _checked(key: str, value: Any, origin: str, folder: Path) -> Any:
     """The value of a key in a file, which is called `origin` and lies in `folder`. Raises SettingsError."""
-    if key in _SECTIONS:
-        expected, read = _SECTIONS[key]
+    if key in ("build", "sampling", "drafting", "adapters"):
         if not isinstance(value, (dict, type(None))):
+            expected = "names and directories" if key == "adapters" else "keys and values"
             raise SettingsError(f"{origin}: {key} is {value!r}: expected {expected}")
         try:
-            return read(value or {}, f"{key} in {origin}", folder)
+            return _section(key, value or {}, f"{key} in {origin}", folder)
         except RequestError as error:
             raise SettingsError(f"{key} in {origin}: {error}") from error
     described, takes_null = options_of(_Shared)[key], getattr(Settings, key) is None
@@ -127,22 +129,30 @@ def _checked(key: str, value: Any, origin: str, folder: Path) -> Any:
         raise SettingsError(f"{origin}: {key} is {value!r}: expected {expected}")
     if key == "system_cache" and is_snapshot_path(value) and (folder / user_path(value)).exists():
         return str(folder / user_path(value))
-    if described.type is not Path or (key == "model" and _is_name(value, folder)):
-        return Path(value) if key == "model" else value
+    if described.type is not Path:
+        return value
+    if key == "model":
+        from edgellm.hub.names import HubName
+
+        if HubName.of(value, folder=folder) is not None:
+            return Path(value)
     return folder / user_path(value)
 
 
-def _is_name(model: str, folder: Path) -> bool:
-    from edgellm.hub.names import HubName
+def _section(section: str, values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
+    """The values of a key that have keys themselves. Raises RequestError, SettingsError."""
+    if section == "sampling":
+        return {_known(key, SAMPLING_KEYS, place): checked_value(key, value) for key, value in values.items()}
+    if section == "drafting":
+        from edgellm.drafting.config import checked_drafting  # it takes longer to load than all else here
 
-    return HubName.of(model, folder=folder) is not None
-
-
-def _sampling(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
-    return {_known(key, SAMPLING_KEYS, place): checked_value(key, value) for key, value in values.items()}
-
-
-def _build(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
+        return checked_drafting(values, folder)
+    if section == "adapters":
+        for name, directory in values.items():
+            if not all(isinstance(text, str) and text.strip() and "\0" not in text for text in (name, directory)):
+                expected = "expected a name and a directory, without a null character"
+                raise RequestError(f"{name!r} is {directory!r}: {expected}")
+        return {name: folder / user_path(directory) for name, directory in values.items()}
     from edgellm.hub.directories import BUILD_OPTIONS, checked_options
 
     own = {_known(key, ("revision", *BUILD_OPTIONS), place): value for key, value in values.items()}
@@ -150,28 +160,6 @@ def _build(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
     if not isinstance(revision, (str, type(None))):
         raise RequestError(f"revision is {revision!r}: expected the name of a branch or tag, or a commit, as text")
     return checked_options(own) | ({} if revision is None else {"revision": revision})
-
-
-def _drafting(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
-    from edgellm.drafting.config import checked_drafting  # it takes longer to load than all else here
-
-    return checked_drafting(values, folder)
-
-
-def _adapters(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Path]:
-    for name, directory in values.items():
-        if not all(isinstance(text, str) and text.strip() and "\0" not in text for text in (name, directory)):
-            raise RequestError(f"{name!r} is {directory!r}: expected a name and a directory, without a null character")
-    return {name: folder / user_path(directory) for name, directory in values.items()}
-
-
-#: What is expected of keys whose values have keys themselves, and what reads these.
-_SECTIONS: dict[str, tuple[str, Callable[[dict[Any, Any], str, Path], dict[str, Any]]]] = {
-    "build": ("keys and values", _build),
-    "sampling": ("keys and values", _sampling),
-    "drafting": ("keys and values", _drafting),
-    "adapters": ("names and directories", _adapters),
-}
 
 
 def chosen_settings(given: Any) -> Settings:
@@ -221,8 +209,6 @@ def _with_directory(settings: Settings, given: options.NamedModelOptions) -> Set
     if named:
         flag = "draft-checkpoint" if named[0] == "draft" else named[0].replace("_", "-")
         model = settings.model or "the shipped model"
-        raise typer.BadParameter(
-            f"it is for a model that is named as on the hub, ORG/NAME, or in GGUF: {model} is opened as it was built",
-            param_hint=f"--{flag}",
-        )
+        what = "it is for a model that is named as on the hub, ORG/NAME, or in GGUF"
+        raise typer.BadParameter(f"{what}: {model} is opened as it was built", param_hint=f"--{flag}")
     return settings

@@ -83,10 +83,8 @@ class Option:
         except RequestError as error:
             raise typer.BadParameter(str(error)) from error
         if not self.allows(value):
-            expected = (
-                did_you_mean(given, tuple(self.choices)) if self.choices else f": expected {self.in_words(given)}"
-            )
-            raise typer.BadParameter(f"{shown(given)}{expected}")
+            hint = did_you_mean(given, tuple(self.choices)) if self.choices else f": expected {self.in_words(given)}"
+            raise typer.BadParameter(f"{shown(given)}{hint}")
         return user_path(value) if self.type is Path else value
 
     def require_text(self, value: Any) -> None:
@@ -130,8 +128,7 @@ def _written(help: str, flags: Sequence[str] | None, default: Any, details: dict
 
 
 class Options:
-    """The values of options that stand together; a class has those of its bases, too. Its own stand in the `panel` of
-    the help, unless they name another."""
+    """The values of options that stand together, those of the bases too; its own stand in the `panel` of the help."""
 
     panel: str | None = None
 

@@ -68,9 +68,8 @@ def transcribe(given: TranscribeOptions) -> None:
                 llm.use_drafting(DraftingConfig(kind="suffix"))
             _follow(llm, given, given.every, asked)
             return
-        found = llm.transcribe(
-            sys.stdin.buffer.read() if words == ["-"] else user_path(words[0]), given.language, **asked
-        )
+        sound = sys.stdin.buffer.read() if words == ["-"] else user_path(words[0])
+        found = llm.transcribe(sound, given.language, **asked)
         print(json.dumps({"text": found.text, "language": found.language}) if given.json_output else found.text)
 
 

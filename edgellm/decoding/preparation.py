@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import chain, compress, islice, takewhile
@@ -51,6 +51,8 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 #: What is added to the logit of a token that no answer has, unless rules leave no other.
 _SUPPRESSION = -1e9
 _SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "logit_bias")
+#: The tokens of a prompt, by whether crops of each of its images are shown beside it.
+_Encode = Callable[[Sequence[bool]], list[int]]
 
 
 class _Prompt(NamedTuple):
@@ -164,8 +166,8 @@ class Preparation:
         if not isinstance(prompt, (str, list, tuple)):
             raise RequestError(f"the system prompt is a {type(prompt).__name__}: expected text, or a list of parts")
         self._check_template_inputs(tools, template_variables or {})
-        shown = media_of_messages([{"role": "system", "content": prompt}])
-        ready = self._ready(system_prompt_ids(self._tokenizer, prompt, tools, template_variables), shown)
+        encode = partial(system_prompt_ids, self._tokenizer, prompt, tools, template_variables)
+        ready = self._ready(encode, lambda: media_of_messages([{"role": "system", "content": prompt}]))
         self._check_length(ready)
         return ready
 
@@ -175,15 +177,16 @@ class Preparation:
             given = next((name for name, pieces in request.prompt_media.items() if pieces), None)
             if given is not None:
                 raise RequestError(f"a conversation has its {given} in its messages: leave `{given}` out")
-            return self._ready(self._chat_ids(request, capacity), media_of_messages(request.messages))
-        prompt = () if request.prompt is None else request.prompt
-        tokenizer = self._tokenizer
-        if isinstance(prompt, str):
-            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt), tokenizer.begins_prompts, capacity)
-        else:
-            prompt_ids = list(map(int, prompt))
+            return self._ready(partial(self._chat_ids, request, capacity), partial(media_of_messages, request.messages))
+        prompt, tokenizer = () if request.prompt is None else request.prompt, self._tokenizer
+
+        def encode(cropped: Sequence[bool]) -> list[int]:
+            if not isinstance(prompt, str):
+                return list(map(int, prompt))
+            return tokenizer.encode(tokenizer.write_images(prompt, cropped), tokenizer.begins_prompts, capacity)
+
         media = request.prompt_media.items()
-        return self._ready(prompt_ids, [each for name, own in media for each in media_of_prompt(KINDS[name], own)])
+        return self._ready(encode, lambda: [each for name, own in media for each in media_of_prompt(KINDS[name], own)])
 
     def _system_tokens(self, request: Request, prompt: _Prompt) -> int:
         """How many of a prompt's first tokens are those of its system messages of text, and of its tools, as every
@@ -203,9 +206,9 @@ class Preparation:
         except (RequestError, TemplateError):
             return array("i")
 
-    def _chat_ids(self, request: Request, capacity: int | None = None) -> list[int]:
+    def _chat_ids(self, request: Request, capacity: int | None, cropped: Sequence[bool]) -> list[int]:
         """The tokens of a request's messages, with the model's default system prompt where they have none, and with
-        one token for each image. Raises ContextError early for far too many."""
+        one token for each image, of which there may be crops. Raises ContextError early for far too many."""
         tools, variables = request.tools, request.template_variables or {}
         messages = () if request.messages is None else request.messages
         checked = checked_messages(messages, self._tokenizer.media)  # errors number the messages as they were given
@@ -214,8 +217,8 @@ class Preparation:
         template, asked = self._tokenizer.chat_template, ""
         sources = () if template is None or tools or not request.shows_media else template.sources.values()
         if sources and all(len(each) == 2 for each in checked) and not any("strftime_now" in each for each in sources):
-            asked = json.dumps([*sources, checked, request.continue_final_message, variables])
-        encode = partial(self._tokenizer.encode_chat, self._defaults.with_system_prompt(messages), capacity)
+            asked = json.dumps([*sources, checked, cropped, request.continue_final_message, variables])
+        encode = partial(self._tokenizer.encode_chat, self._defaults.with_system_prompt(messages), capacity, cropped)
         also = {"tools": tools, "continue_final_message": request.continue_final_message, **variables}
         found = self._chats.find(asked) or array("i", encode(**also))
         if asked:
@@ -247,20 +250,21 @@ class Preparation:
             if turns == 0:
                 return whole
             kept = stays(messages, starts[turns])
-            prompt_ids = self._chat_ids(replace(request, messages=list(compress(messages, kept))))
-            return self._with_media(prompt_ids, list(chain.from_iterable(compress(shown, kept))))
+            encode = partial(self._chat_ids, replace(request, messages=list(compress(messages, kept))), None)
+            return self._with_media(encode, list(chain.from_iterable(compress(shown, kept))))
 
         sizes = turn_sizes(messages, starts, [sum(piece.tokens for piece in each) for each in shown])
         turns = turns_to_drop(lambda turns: len(without(turns).token_ids), sizes, self._capacity, max_tokens)
         return without(turns), Dropped(turns, stays(messages, starts[turns]).count(False))
 
-    def _ready(self, prompt_ids: list[int], shown: Sequence[MediaReference]) -> _Prompt:
-        """A prompt and the media that it shows, which are read."""
-        return self._with_media(prompt_ids, self._media.prepare(shown))
+    def _ready(self, encode: _Encode, shown: Callable[[], Sequence[MediaReference]]) -> _Prompt:
+        """A prompt and the media that it shows, which are read once its text was found to be right."""
+        ids, media = encode(()), self._media.prepare(shown())
+        return self._with_media(lambda cropped: encode(cropped) if any(cropped) else ids, media)
 
-    def _with_media(self, prompt_ids: list[int], media: Sequence[PreparedMedia]) -> _Prompt:
+    def _with_media(self, encode: _Encode, media: Sequence[PreparedMedia]) -> _Prompt:
         """A prompt with all tokens of its media."""
-        return _Prompt(self._media.expand(prompt_ids, media), media)
+        return _Prompt(self._media.expand(encode(self._media.cropped(media)), media), media)
 
     def _check_length(self, prompt: _Prompt) -> None:
         count = len(prompt.token_ids)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import mul
 
 from edgellm.engines.speculation.draft_plan import BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
@@ -122,12 +122,14 @@ class DraftingTally:
 
 #: Steps after which an observation counts for a third: some seconds of text, which is how fast texts change.
 MEMORY = 48.0
+#: They fade after so many steps at once.
+FADED = 4
 #: Evidence (in tries) that never fades, so that a forgotten figure stays the best guess until there is a new one.
 LASTING_EVIDENCE = 3.0
 #: How many tries the first guess is worth, or what the depth before tells.
 GUESSED_EVIDENCE = 2.0
-#: How many tries the figures of the other kinds are worth.
-BORROWED_EVIDENCE = 4.0
+#: How many tries the figures of all kinds are worth.
+SHARED_EVIDENCE = 4.0
 #: A first guess for chains, before anything was drafted: what good heads reach on text that suits them, so that where
 #: drafting can gain the first rounds are drafted and soon tell.
 FIRST_GUESS = 0.85
@@ -139,14 +141,12 @@ _LARGEST = 0.99
 
 @dataclass
 class _DepthCounts:
-    """Decayed counts at one depth: `tried` rounds came this far, in `accepted` of them a drafted token was right."""
+    """At one depth of a group: to it some rounds came, as many as `tried` now count for, and in this `share` of them a
+    drafted token was right. `miss` is the logarithm of the rest, of a chain."""
 
-    accepted: float = 0.0
     tried: float = 0.0
-
-    def chain_miss(self, gain: float) -> float:
-        """ln(1 - a) of a chain, from a group with this gain, times the tries."""
-        return self.tried / gain * math.log(1.0 - min(_LARGEST, self.accepted / self.tried)) if self.tried else 0.0
+    share: float = 0.0
+    miss: float = 0.0
 
 
 def tree_gain(nodes: int, steps: int) -> float:
@@ -158,61 +158,57 @@ class AcceptanceModel:
     """Acceptance by depth of the plans of a draft model.
 
     Plans of one group, all chains or the trees of one shape, have the same probability a_d that depth d is accepted
-    once depth d - 1 was. A group with few figures borrows those of the others, by 1 - a = (1 - a_other)^(gain /
-    gain_other) with the gains of `tree_gain`, and a depth with few figures those of the depth before.
+    once depth d - 1 was. A group with few figures goes by those of all, which tell by 1 - a = (1 - a_chain)^gain, with
+    the gains of `tree_gain`, what a chain would have, and a depth with few figures by those of the depth before.
     """
 
     def __init__(self, plans: Sequence[DraftPlan]) -> None:
         self._groups = {plan: plan.name if plan.kind == "tree" else plan.kind for plan in plans}
         self._gains = {group: tree_gain(plan.tree_size - 1, plan.steps) for plan, group in self._groups.items()}
-        depths = range(max((plan.steps for plan in plans), default=0))
-        self._tallies = {group: [_DepthCounts() for _ in depths] for group in self._gains}
-        self._all = [tally for tallies in self._tallies.values() for tally in tallies]
+        levels = {group: max([plan.steps for plan in plans if self._groups[plan] == group]) for group in self._gains}
+        self._tallies = {group: [_DepthCounts() for _ in range(levels[group])] for group in self._gains}
+        self._unfaded = 0
 
     def record(self, plan: DraftPlan | None, lengths: Sequence[int], steps: int = 1) -> None:
         """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences; with it,
         and with so many `steps` of another kind (None), earlier ones count for less."""
-        kept = (1.0 - 1.0 / MEMORY) ** steps
-        for tally in self._all:
-            tried = tally.tried
-            if tried > LASTING_EVIDENCE:
-                factor = kept if kept * tried > LASTING_EVIDENCE else LASTING_EVIDENCE / tried
-                tally.accepted, tally.tried = tally.accepted * factor, tried * factor
+        self._unfaded += steps
+        if self._unfaded >= FADED:
+            self._fade()
         if plan is None:
             return
-        tallies = self._tallies[self._groups[plan]]
-        for length in lengths:
-            for depth in range(1, min(plan.steps, length) + 1):
-                tallies[depth - 1].tried += 1.0
-                tallies[depth - 1].accepted += length > depth
+        group = self._groups[plan]
+        for depth, tally in enumerate(self._tallies[group][: min(plan.steps, max(lengths))], 1):
+            reached = sum([length >= depth for length in lengths])
+            came = sum([length > depth for length in lengths])
+            tally.tried += reached
+            tally.share += (came - reached * tally.share) / tally.tried
+            tally.miss = math.log(1.0 - min(_LARGEST, tally.share)) / self._gains[group]
 
-    def reaches(self) -> dict[DraftPlan, list[float]]:
-        """Of each plan the probabilities that depth 1, 2, ... is accepted."""
-        estimates = self.estimates()
-        return {plan: [*accumulate(estimates[group][: plan.steps], mul)] for plan, group in self._groups.items()}
+    def _fade(self) -> None:
+        kept, self._unfaded = (1.0 - 1.0 / MEMORY) ** self._unfaded, 0
+        for tallies in self._tallies.values():
+            for tally in tallies:
+                if tally.tried > LASTING_EVIDENCE:
+                    tally.tried = max(LASTING_EVIDENCE, kept * tally.tried)
+
+    def promises(self) -> list[tuple[DraftPlan, float]]:
+        """The plans, with the tokens that a round of each should give."""
+        of_groups = self.estimates().items()
+        tokens = {group: [*accumulate(accumulate(shares, mul), initial=1.0)] for group, shares in of_groups}
+        return [(plan, tokens[group][plan.steps]) for plan, group in self._groups.items()]
 
     def estimates(self) -> dict[str, list[float]]:
         """The shares a_1, a_2, ... of each group, each given that the depth before was accepted."""
-        misses = {
-            group: [tally.chain_miss(gain) for tally in self._tallies[group]] for group, gain in self._gains.items()
-        }
-        # Of all groups: the tries at each depth, and the sums of `chain_miss`.
-        tried = [sum([tally.tried for tally in depth]) for depth in zip(*self._tallies.values(), strict=True)]
-        missed = [sum(depth) for depth in zip(*misses.values(), strict=True)]
-        return {group: self._group_estimates(group, tried, missed, own) for group, own in misses.items()}
-
-    def _group_estimates(
-        self, group: str, tried: Sequence[float], missed: Sequence[float], own: Sequence[float]
-    ) -> list[float]:
-        found = []
-        gain = self._gains[group]
-        guess = 1.0 - (1.0 - FIRST_GUESS) ** gain
-        for tally, all_tried, all_missed, miss in zip(self._tallies[group], tried, missed, own, strict=True):
-            others = all_tried - tally.tried
-            borrowed = 1.0 - math.exp(gain * (all_missed - miss) / others) if others > 0.0 else 0.0
-            # What the depth before tells counts as a few tries.
-            guess = (GUESSED_EVIDENCE * guess + others * borrowed) / (GUESSED_EVIDENCE + others)
-            weight = min(BORROWED_EVIDENCE, GUESSED_EVIDENCE + others)
-            guess = (tally.accepted + weight * guess) / (tally.tried + weight)
-            found.append(guess)
+        misses, miss = list[float](), math.log(1.0 - FIRST_GUESS)
+        for depth in zip_longest(*self._tallies.values(), fillvalue=_DepthCounts()):
+            missed = sum([tally.tried * tally.miss for tally in depth]) + GUESSED_EVIDENCE * miss
+            miss = missed / (sum([tally.tried for tally in depth]) + GUESSED_EVIDENCE)
+            misses.append(miss)
+        found: dict[str, list[float]] = {}
+        for group, gain in self._gains.items():
+            shares = found[group] = []
+            for tally, miss in zip(self._tallies[group], misses, strict=False):  # not all are as deep
+                shared = SHARED_EVIDENCE * (1.0 - math.exp(gain * miss))
+                shares.append((tally.tried * tally.share + shared) / (tally.tried + SHARED_EVIDENCE))
         return found

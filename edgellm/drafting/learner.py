@@ -1,11 +1,9 @@
 """Which plan is taken: plain steps, a draft model's rounds, or rounds of what the host knows.
 
-One learner rates all by what they should give and what they take: tokens a second of all sequences. What candidates
-promise follows from the tokens that came, what rounds take from finished ones. Choices follow from finished steps
-alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps that
-their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates
-of the host has a budget of its own (`Search`). Where it looks in vain it rests: the decoding loop asks nothing for some
-steps.
+One learner rates all by the tokens that they should give in the time of a plain step. Choices follow from finished
+steps alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps
+that their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for
+candidates of the host has a budget of its own (`Search`). Behind a look in vain the decoding loop asks nothing a while.
 """
 
 from __future__ import annotations
@@ -14,42 +12,37 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from edgellm.drafting.drafter import Choice, Policy
+from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search
+from edgellm.drafting.ratings import MOST_REST, Account, Option, Search
+from edgellm.drafting.report import DraftingReport, forecasts, why
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
-#: Nodes of the trees of given candidates, the root included: where every shape is captured, and where any is computed
-#: at once.
+#: Nodes of trees of given candidates, the root included: where shapes are captured, and where any is computed at once.
 CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
-#: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
-#: otherwise.
+#: Given candidates, the best promises of many, must promise so many times the tokens a second of what else is done.
 GAIN = 1.2
 #: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
-#: found under rules, as first guesses.
-FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
+#: found under rules, as first guesses; how quickly the first is followed, as how long the host waits, and the second.
+FIRST_SAVED, FIRST_CHANCE, _PACE, _FIND_PACE = 0.5, 0.5, 0.1, 0.05
 #: Where the host waits for the device for less than this share of a plain step, steps that it was asked for are late.
-#: What plain ones take in a row is seen by a `SAMPLE`, `LEAST` of which ended before it chose again; under rules
-#: there is one in each so many steps.
+#: What plain ones take in a row a `SAMPLE` tells, `LEAST` of which ended before it chose again; under rules there is
+#: one in each so many steps (tools/bench/results/2026-11-29-cpu-learner-small.md).
 LEAST_BLOCKED, SAMPLE, LEAST, SAMPLED_EACH = 0.3, 6, 4, 96
-#: How quickly it is followed what rounds save, how long the host waits, and how often a round is found.
-_PACE, _FIND_PACE = 0.1, 0.05
 
 
 class Learner(Policy):
     """Chooses the plan of each step, and the host's candidates for it.
 
-    `own` are the plans of a draft model; where they are not `adaptive` the first that fits is what is done otherwise,
-    and not a plain step. Tokens that rules force are always proposed, an `index` of what was said is asked where there
-    is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
-    steps are launched ahead, and shapes captured. `in_one_pass`: the draft model proposes all levels at once.
-    `experts`: `chosen` and `read` of `Guess`.
-    Deterministic but for the seconds that it is told, and takes.
+    `own` are the plans of a draft model; where they are not `adaptive` the first that fits is taken in place of plain
+    steps. Tokens that rules force are proposed, and what an `index` of what was said finds: `deepest` is the most such
+    candidates that the engines take one after the other (0: none), `ahead` whether steps are launched ahead, and shapes
+    captured. `in_one_pass`: the draft model proposes all levels at once. `experts`: `chosen` and `read` of `Guess`.
     """
 
     def __init__(
@@ -62,33 +55,27 @@ class Learner(Policy):
         in_one_pass: bool = False,
         experts: tuple[float, float] = (1.0, 0.0),
     ) -> None:
-        super().__init__()
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
         self.looks_up = index is not None
         self.drafts = self.looks_up or bool(own)
         sizes = CAPTURED_TREES if ahead else COMPUTED_TREES
-        #: The plans of given candidates, by size.
         self.given_plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes if deepest)
         of_all = (*own, *self.given_plans)
         self.plans, self.forced_plans = (of_all, ()) if self.looks_up else (self.own, self.given_plans)
-        self.host = HostProposals(max(sizes) - 1, deepest, index)
-        self.account = Account()
+        self.host, self.account = HostProposals(max(sizes) - 1, deepest, index), Account()
         guess = (CAPTURED if ahead else COMPUTED)._replace(chosen=experts[0], read=experts[1])
         self._guess = guess.in_one_pass() if in_one_pass else guess
+        #: By batch size and rules, as all figures that are kept; the latest, and what was compared with plain steps.
         self._times: dict[tuple[int, bool], Seconds] = {}
-        self._latest: tuple[int, bool] = (1, False)
-        self._choice = OwnPlans(own, adaptive, self.account)
-        self._rounds: Counter[str] = Counter()
-        self._best_compared: Sequence[Option] = ()
+        self._latest, self._best_compared = (1, False), tuple[Option, ...]()
+        self._choice, self._rounds = OwnPlans(own, adaptive, self.account), Counter[str]()
         #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
-        self._rested_until = 0
         self._chosen, self.searches = 0, (Search(), Search())
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, [0.0, 0.0]
         self._saved, self._finds = FIRST_SAVED, FIRST_CHANCE
-        #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
-        #: found in place of a plain step that had begun.
+        #: Whether behind a round of given candidates nothing was looked for yet; whether one was found too late.
         self._behind_round, self._missed = False, False
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
@@ -109,8 +96,7 @@ class Learner(Policy):
         begun: bool = False,
         waited: bool = False,
     ) -> Choice:
-        """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
-        where more is likely to be forced."""
+        """See `Policy`. Where the device has `waited` the index is asked behind a round alone, not under rules."""
         if self.rested_steps:
             self._count_rests(not self.own or self.rested_steps >= LEAST)
         step = Step(runner, len(sequences), room, ruled)
@@ -118,37 +104,28 @@ class Learner(Policy):
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
             self.rest = SAMPLE if self.own and self._adaptive and self._ahead else 0
-            own = () if begun or self._adaptive else self.own
-            fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
-            return next(fitting, None), None
-        if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
-            self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
+            return None if begun or self._adaptive else first_fitting(self.own, *step), None
+        search = self.searches[ruled]
+        is_late = self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
+        if ruled and is_late and self._chosen >= search.begins + SAMPLED_EACH:
+            search.begins = self._chosen + SAMPLE
         if known and self._looks(ruled, not (self._missed or waited)):
             asks = not waited or (self._behind_round and not ruled)
             found, best = self._look(step, sequences, asks, waited)
-            self._missed = begun and best is not None
+            self._missed, self._behind_round = begun and best is not None, not begun and best is not None
             if best is not None and not begun:
-                self.account.risks.append(times.risk(best))
-                self._behind_round = True
+                self.account.risks.append(times.ratio(best) - 1.0)
                 return best, [each.cut(best) for each in found]
         plan = self._choice.choose(step, times) if self.own and not begun else None
         if plan is not None:
-            self.account.risks.append(times.risk(plan) if self._adaptive else 0.0)
-        else:
-            self._take_rest(ruled)
+            self.account.risks.append(times.ratio(plan) - 1.0 if self._adaptive else 0.0)
+        else:  # plain steps follow until there is something to look for or to choose
+            rests = [self._choice.kept] if self.own else []
+            if self.given_plans and (ruled or self.looks_up):
+                rests.append(search.begins - self._chosen - 1)
+            self.rest = max(0, min(rests, default=MOST_REST))
+            self._choice.kept -= self.rest
         return plan, None
-
-    def _is_host_bound(self, times: Seconds) -> bool:
-        """Whether the device waits for the host, so that looking makes plain steps slower, too."""
-        return self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
-
-    def _take_rest(self, ruled: bool) -> None:
-        """Let the loop take plain steps until there is something to look for or to choose."""
-        rests = [self._choice.kept] if self.own else []
-        if self.given_plans and (ruled or self.looks_up):
-            rests.append(self.searches[ruled].begins - self._chosen - 1)
-        self.rest = max(0, min(rests, default=MOST_REST))
-        self._choice.kept -= self.rest
 
     def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
         """Whether it is time to look for candidates, `is_fresh` or what was found, and the budget affords it."""
@@ -162,7 +139,6 @@ class Learner(Policy):
         began = time.perf_counter()
         found = [self.host.proposed(sequence, step.room - 1, asks) for sequence in sequences]
         best = self._best_given(step, found)
-        self._behind_round = False
         if step.ruled:
             self._finds += _FIND_PACE * ((best is not None) - self._finds)
         self._charge(step, began, best is not None, waited)
@@ -173,11 +149,10 @@ class Learner(Policy):
         search, seconds = self.searches[step.ruled], time.perf_counter() - began
         if found:
             search.patience = 0
-        if self._ahead and not waited and self._blocked[step.ruled] > seconds:
-            return
-        self._looked += seconds
-        if not found:
-            search.put_off(self._chosen, seconds / self._times[step.batch, step.ruled].plain)
+        if not self._ahead or waited or self._blocked[step.ruled] <= seconds:
+            self._looked += seconds
+            if not found:
+                search.put_off(self._chosen, seconds / self._times[step.batch, step.ruled].plain)
 
     def _best_given(self, step: Step, found: Sequence[Proposed]) -> DraftPlan | None:
         longest = max([len(each.chances) for each in found])
@@ -187,8 +162,9 @@ class Learner(Policy):
         other, ranked = self._choice.otherwise(step, times), []
         for plan in self.given_plans:
             if plan.longest <= step.room:
-                tokens = step.batch + sum([sum(each.chances[: plan.top_k]) for each in found])
-                ranked.append(Option(plan, tokens, times.of(plan)))
+                tokens = 1.0 + sum([sum(each.chances[: plan.top_k]) for each in found]) / step.batch
+                steps = times.ratio(plan)
+                ranked.append(Option(plan, tokens, steps, tokens / steps))
             if longest <= plan.top_k:
                 break
         for option in sorted(ranked, key=lambda each: -each.rate):
@@ -208,12 +184,13 @@ class Learner(Policy):
     def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
         behind a round, when something is likely."""
-        step, asks = Step(runner, len(sequences), room, False), self._behind_round
-        if (step.batch, False) not in self._times or not self._looks(False, False):
+        if (len(sequences), False) not in self._times or not self._looks(False, False):
             return False
+        asks = self._behind_round
         if not asks and not any(each.said is not None and each.said.proposed for each in sequences):
             return False
-        return self._look(step, sequences, asks)[1] is not None
+        self._behind_round = False
+        return self._look(Step(runner, len(sequences), room, False), sequences, asks)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
@@ -226,9 +203,8 @@ class Learner(Policy):
         times = self._times.get((batch, True))
         if times is None or self._choice.current is not None:
             return self._choice.current is not None
-        if self._missed:
-            return self.searches[True].affords(is_fresh=False)
-        return self.searches[True].is_due(self._chosen + 1) and self.waits_for(times, self._finds, waits)
+        is_due = self.searches[True].is_due(self._chosen + 1, not self._missed)
+        return is_due and (self._missed or self.waits_for(times, self._finds, waits))
 
     def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
         """Whether the device should wait so long for the host where a round comes with this `chance`: a plain step that
@@ -254,23 +230,23 @@ class Learner(Policy):
             self._blocked[ruled] += _PACE * (blocked - self._blocked[ruled])
         self._rounds[PLAIN if plan is None else plan.name] += 1
         self._latest = batch, ruled
-        times = self._times.get(self._latest)
         self._choice.ended(plan, emitted, ruled)
-        if times is None:
-            self._first_step(plan, seconds)
+        times = self._times.get(self._latest)
+        if times is None:  # from now on there are figures
             self._blocked[ruled] = blocked
+            like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
+            plain = seconds if plan is None else seconds / self._guess.ratio(plan, batch)
+            plans = (*self.plans, *self.forced_plans)
+            self._times[self._latest] = Seconds(plans, self._guess, batch, plain, like)
             return
-        self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
         late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
-        self._choice.sample = SAMPLE if late else 1
-        if plan is None:
-            self._choice.hidden = 0.0 if waited else blocked
-        is_searched = not is_own and (plan is not None or waited or (ruled and self._is_host_bound(times)))
+        self._choice.is_late = late
+        is_searched = waited if plan is None else plan.is_given
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
-            saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
+            saved = tokens - min(seconds / times.plain, LARGEST_SURPRISE * times.ratio(plan))
         if plan is not None and plan.is_given:
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
@@ -278,8 +254,8 @@ class Learner(Policy):
         times.record(plan, seconds, waited, late)
 
     def _count_rests(self, learns: bool) -> None:
-        """Take notice of the plain steps that were not asked for since this was done last, all at once. Where the host
-        has chosen meanwhile nothing is learned of what they take, but they may have lost time."""
+        """Take notice of the plain steps that were not asked for meanwhile, all at once. Where the host chose meanwhile
+        nothing is learned of what they take, but they may have lost time."""
         steps, seconds, ruled = self.rested_steps, self.rested_seconds, self.rests_as[1]
         self.rested_steps, self.rested_seconds = 0, 0.0
         self._chosen += steps
@@ -293,24 +269,16 @@ class Learner(Policy):
         self.account.ended(steps, saved, False)
         self.searches[ruled].earn(steps, 0.0)
 
-    def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
-        """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
-        (batch, ruled), guess = self._latest, self._guess
-        like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
-        plain = seconds if plan is None else seconds / guess.ratio(plan, batch)
-        self._times[batch, ruled] = Seconds((*self.plans, *self.forced_plans), guess, batch, plain, like)
-
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""
         (batch, ruled), times = self._latest, self._times.get(self._latest)
-        rounds = dict(self._rounds + Counter({PLAIN: self.rested_steps}))
         said_before = {"said before": self.host.trust.ratios} if self.looks_up else {}
-        counted = rounds, self._choice.explored, self._choice.chances[ruled].estimates() | said_before
+        acceptance, rounds = self._choice.chances[ruled].estimates() | said_before, Counter(self._rounds)
+        rounds[PLAIN] += self.rested_steps
+        counted = dict(+rounds), self._choice.explored, acceptance
         if times is None:
             return DraftingReport(PLAIN, "nothing was timed yet", *counted)
-        options = [*self._choice.ratings(batch, ruled, times), *self._best_compared]
-        ranked = {each.plan: each.forecast(batch) for each in sorted(options, key=lambda each: -each.rate)}
-        chosen = self._choice.current if self.own else next(iter(ranked))
-        best = next((each for plan, each in ranked.items() if plan is not None), "nothing was said before")
-        why = f"{ranked[None]}; the best draft, {best}" if chosen is None else f"{ranked[chosen]}; {ranked[None]}"
-        return DraftingReport(ranked[chosen].name, why, *counted, [*ranked.values()])
+        options = [*self._choice.ratings(ruled, times), *self._best_compared]
+        ranked, current = forecasts(options, batch, times.plain), self._choice.current
+        chosen = ranked[0].name if not self.own else PLAIN if current is None else current.name
+        return DraftingReport(chosen, why(chosen, ranked), *counted, ranked)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,23 +12,18 @@ from edgellm.drafting.seconds import Seconds
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
 
+# Settled with tools/bench/drafting_workloads.py: tools/bench/results/2026-11-29-cpu-learner-small.md.
 #: What is chosen anew must promise so many times the tokens a second of what is in use.
 SWITCHING_GAIN = 1.02
-#: The share of the steps since a plan was used that trying it may lose, and the share of a round that a try counts as
-#: losing at least: forecasts of what was not tried may be wrong.
+#: The share of the steps since a plan was used that trying it may lose, and that of a round that a try risks at least.
 TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
-#: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
-FEARED = 5.0
-#: The plans are rated anew after so many plain steps, by which the draft model's figures fade a little.
-REFRESHED = 8
-#: Choosing takes the host some 50 us, half of a small model's step. A plan is kept for so many more rounds, unless one
-#: gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that what pays begins later by no
-#: more than this share, and for so many at most: choosing is a hundredth of them then (tools/bench/learner_time.py);
-#: where the host is late for them, for so many that all choosing within a window takes what may be lost of it.
-#: Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
-KEPT, PUT_OFF, MOST_KEPT = 7, 0.25, 128
-#: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
-#: came: rounds of large trees cost most where nothing is known yet.
+#: Plans are rated anew behind a round, and after so many plain steps, by which a draft model's figures fade.
+REFRESHED = 64
+#: Choosing costs the host half of a small model's step (tools/bench/learner_time.py). A plan is kept for so many more
+#: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how many came in a row, so that what pays begins later
+#: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least, and twice that share.
+KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 20
+#: Nodes of plans that may be taken at once; how many times as large as one of which a candidate came the next may be.
 SMALL, LARGER = 8, 3
 
 
@@ -57,15 +51,13 @@ class OwnPlans:
         #: What is in use, for which batch size, under rules or not, and for how many more steps it is kept.
         self.current: DraftPlan | None = None if adaptive else next(iter(plans), None)
         self._kept_for, self.kept = (0, False), 0
-        #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take.
-        self.explored, self._undrafted, self._largest = 0, 0, SMALL
+        #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take;
+        #: whether the host is late for steps that it is asked for.
+        self.explored, self._undrafted, self._largest, self.is_late = 0, 0, SMALL, False
         #: How many steps have ended, and how many had when each plan was in use last.
         self._steps, self._used = 0, dict.fromkeys([None, *plans], 0)
         #: The options by batch and rules, the fastest first, and how many plain steps have ended since.
-        self._rated: dict[tuple[int, bool], list[Option]] = {}
-        self._stale = 0
-        #: Plain steps that rating took beyond the seconds that are `hidden` behind one; how many tell what they take.
-        self._cost, self.hidden, self.sample = 0.0, 0.0, 1
+        self._rated, self._stale = dict[tuple[int, bool], list[Option]](), 0
 
     def choose(self, step: Step, times: Seconds) -> DraftPlan | None:
         """The plan of the next step: what is in use while it is kept, then what looks best, or a try."""
@@ -75,28 +67,29 @@ class OwnPlans:
         if self.kept > 0 and self._kept_for == (step.batch, step.ruled) and step.fits(self.current):
             self.kept -= 1
             return self.current
-        began = time.perf_counter()
+        if self._stale >= REFRESHED:
+            self._rated, self._stale = {}, 0
         safe = self._safe(step, times)
         best = self._best(safe, step)
-        self._kept_for, self.current = (step.batch, step.ruled), best.plan
-        cost = self._cost = max(0.0, time.perf_counter() - began - self.hidden) / times.plain
-        paid = cost * Account.WINDOW / max(cost, self._account.left, 0.1)  # by what may be lost of a window
-        self.kept = KEPT if best.plan is not None else int(max(paid, min(MOST_KEPT, PUT_OFF * self._undrafted)))
-        tried = self._worth_trying([each for each in safe if each is not best], best, step)
-        if tried is None:
-            return best.plan
-        self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
-        if tried.plan is None:
-            self.current, self.kept = None, self.sample - 1
-        self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
-        return tried.plan
+        self._kept_for, self.current, self.kept = (step.batch, step.ruled), best.plan, KEPT
+        tried = self._worth_trying(safe, best, step)
+        if tried is not None:
+            self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
+            if tried.plan is None:
+                self.current = None
+            self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
+            return tried.plan
+        if best.plan is None:
+            share, least = (2 * PUT_OFF, LEAST_KEPT) if self.is_late else (PUT_OFF, 0)
+            self.kept = max(least, min(MOST_KEPT, int(share * self._undrafted)))
+        return best.plan
 
     def otherwise(self, step: Step, times: Seconds) -> Option:
         """What is done without given candidates."""
         if self._adaptive:
             return self._best(self._safe(step, times), step)
         plan = first_fitting(self._plans, *step)
-        return next(each for each in self._options(step, times) if each.plan is plan)
+        return next(each for each in self.ratings(step.ruled, times) if each.plan is plan)
 
     def ended(self, plan: DraftPlan | None, emitted: Sequence[int], ruled: bool, steps: int = 1) -> None:
         """A round that gave each sequence so many tokens has ended, or so many plain steps."""
@@ -111,32 +104,21 @@ class OwnPlans:
             elif plan is not None:
                 self.kept = 0
 
-    def ratings(self, batch: int, ruled: bool, times: Seconds) -> list[Option]:
-        """What steps of so many sequences should give and take: a plain one first."""
-        rated = [Option(None, float(batch), times.plain)]
-        for plan, reach in self.chances[ruled].reaches().items():
-            risk = times.risk(plan) * min(1.0, FEARED * (1.0 - reach[0]))
-            rated.append(Option(plan, batch * (1.0 + sum(reach)), times.of(plan), risk))
-        return rated
-
-    def _options(self, step: Step, times: Seconds) -> list[Option]:
-        """All that may be done without given candidates, the fastest first."""
-        if self._stale >= REFRESHED:
-            self._rated, self._stale = {}, 0
-        rated = self._rated.get((step.batch, step.ruled))
-        if rated is None:
-            rated = sorted(self.ratings(step.batch, step.ruled, times), key=lambda option: -option.rate)
-            self._rated[step.batch, step.ruled] = rated
-        return rated
+    def ratings(self, ruled: bool, times: Seconds) -> list[Option]:
+        """What steps should give and take: a plain one first."""
+        rated = [(plan, tokens, times.ratio(plan)) for plan, tokens in self.chances[ruled].promises()]
+        return [Option(None, 1.0, 1.0, 1.0), *[Option(*each, each[1] / each[2]) for each in rated]]
 
     def _safe(self, step: Step, times: Seconds) -> list[Option]:
-        """Those that may lose no more than the account affords, plain steps among them, and of trees those of which a
-        smaller one has shown that they may grow."""
-        rated = self._options(step, times)
+        """Plain steps, and what the account affords, of trees as far as they may have grown; the fastest first."""
+        rated = self._rated.get((step.batch, step.ruled))
+        if rated is None:
+            rated = sorted(self.ratings(step.ruled, times), key=lambda option: -option.rate)
+            self._rated[step.batch, step.ruled] = rated
         place = next(place for place, option in enumerate(rated) if option.plan is None)
-        least = min([option.risk for option in rated[:place] or rated[1:]], default=0.0)  # of those that pay, if any
-        most, largest = self._account.affordable(least), self._largest
-        return [each for each in rated if each.plan is None or (each.risk <= most and each.plan.tree_size <= largest)]
+        least = min([option.steps for option in rated[:place] or rated[1:]], default=1.0)  # of those that pay, if any
+        most, largest = 1.0 + self._account.affordable(least - 1.0), self._largest
+        return [each for each in rated if each.plan is None or (each.steps <= most and each.plan.tree_size <= largest)]
 
     def _best(self, safe: Sequence[Option], step: Step) -> Option:
         """The fastest that fits, or what is in use if it is nearly as fast."""
@@ -145,15 +127,13 @@ class OwnPlans:
         stays = in_use is best or (in_use.rate * SWITCHING_GAIN >= best.rate and step.fits(in_use.plan))
         return in_use if stays else best
 
-    def _worth_trying(self, others: Sequence[Option], best: Option, step: Step) -> Option | None:
+    def _worth_trying(self, safe: Sequence[Option], best: Option, step: Step) -> Option | None:
         """An option to try against the forecast: the fastest that the steps since have paid for, where drafting does
-        not pay those since the latest round for what it may lose, else those since the plan was used for what it
-        should."""
-        for each in others:
-            loss, since = each.risk + 2.0 * self._cost, self._undrafted  # it is rated again behind it, twice
+        not pay those since the latest round for what it may lose, else those since it was used for what it should."""
+        for each in [option for option in safe if option is not best]:
+            loss, since = each.steps - 1.0, self._undrafted
             if best.plan is not None:
-                loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
-                loss *= self.sample if each.plan is None else 1
+                loss = each.steps / best.steps * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
                 since = self._steps - self._used[each.plan]
             if loss <= TRIES_SHARE * since and step.fits(each.plan):
                 return each

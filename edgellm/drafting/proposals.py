@@ -1,49 +1,33 @@
-"""What the host proposes: tokens that rules force, what followed where the same was said before, and how far to trust
-that."""
+"""What the host proposes: tokens that rules force, and what followed where the same was said, as far as it came."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from edgellm.drafting.drafter import Drafted
 from edgellm.engines.errors import ConstraintError
-from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.suffix_index import Proposal, SuffixIndex
 
-#: The most candidates below one token; less likely ones are left out.
-WIDTH, LEAST_CHANCE = 3, 0.02
-#: How likely a forced token is: the text is forced, but other tokens may spell it.
-FORCED_CHANCE = 0.97
+#: The most candidates below one token; less likely ones are left out; how likely a forced token is: the text is forced,
+#: but other tokens may spell it.
+WIDTH, LEAST_CHANCE, FORCED_CHANCE = 3, 0.02, 0.97
 
 
-class Drafted(Protocol):
-    """A sequence that is drafted for; `said` is what `HostProposals` keeps of it. So many of the tokens that were
-    `drawn` for it are `known` as its answer's."""
-
-    said: Said | None
-    drawn: list[int]
-    known: int
-    is_over: bool
-
-    @property
-    def constraint(self) -> TokenConstraint | None:
-        """The rules on its next token."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether its answer has ended, or failed."""
-
-
+@dataclass
 class Said:
     """What is kept of a running sequence: its `history` in the index, how many of its tokens that was `told`, and what
     was `proposed` behind the first `place` tokens, of how many candidates at first (`whole`)."""
 
-    def __init__(self, history: Any) -> None:
-        self.history, self.told, self.place, self.whole = history, 0, 0, 0
-        self.proposed: Proposed | None = None
+    history: Any
+    told: int = 0
+    place: int = 0
+    whole: int = 0
+    proposed: Proposed | None = None
 
 
 class Proposed(NamedTuple):
@@ -75,19 +59,16 @@ class Proposed(NamedTuple):
         return Proposed(tree, chances, [self.promises[node] for node in kept]) if kept else None
 
 
-#: No candidates.
-NOTHING = Proposed(GivenTree([], []), [])
+NOTHING = Proposed(GivenTree([], []), [])  # no candidates
 
 
 class Trust:
-    """How often candidates came whose parent had come, over what the index promised, by the promise. Recent ones count
-    most."""
+    """How often candidates came whose parent had come, over what the index promised, by the promise; of late."""
 
-    #: Where the kinds of promises begin; what each comes at over its promise before anything was seen; and for how many
-    #: promised tokens this first guess counts, and what was seen at most.
+    #: Where the kinds of promises begin; what each comes at over its promise before anything was seen; for how many
+    #: promised tokens this first guess counts, and what was seen at most; and the surest chance.
     KINDS, FIRST = (0.0, 0.35, 0.6, 0.8), (0.5, 0.7, 0.85, 0.95)
-    FIRST_EVIDENCE, MEMORY = 6.0, 64.0
-    MOST = 0.99
+    FIRST_EVIDENCE, MEMORY, MOST = 6.0, 64.0, 0.99
 
     def __init__(self) -> None:
         self._promised, self._came = [0.0] * len(self.KINDS), [0.0] * len(self.KINDS)
@@ -125,7 +106,6 @@ class HostProposals:
     def __init__(self, nodes: int, depth: int, index: SuffixIndex | None) -> None:
         self.index, self._nodes, self._depth = index, nodes, depth
         self.trust = Trust()
-        self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins."""
@@ -133,17 +113,11 @@ class HostProposals:
             sequence.said = Said(self.index.open(prompt_ids))
 
     def close(self, sequence: Drafted) -> None:
-        """A sequence has ended: later ones may say what it said."""
+        """A sequence has ended: later ones may say the same."""
         said, sequence.said = sequence.said, None
         if said is not None and self.index is not None:
             self._tell(sequence, said)
             self.index.close(said.history)
-
-    def learn(self) -> None:
-        """Learn what came of candidates."""
-        for lesson in self._lessons:
-            self.trust.learn(*lesson)
-        self._lessons.clear()
 
     def proposed(self, sequence: Drafted, most: int, asks: bool) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.
@@ -162,8 +136,7 @@ class HostProposals:
             return NOTHING
         if said.place < sequence.known:
             if said.proposed is not None:
-                came = sequence.drawn[said.place : sequence.known]
-                self._lessons.append((said.proposed, came))
+                self.trust.learn(said.proposed, came := sequence.drawn[said.place : sequence.known])
                 said.proposed = said.proposed.behind(came)
             said.place = sequence.known
         if asks and (said.proposed is None or 2 * len(said.proposed.chances) < said.whole):

@@ -4,62 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What a plan should give: tokens of a sequence and seconds in a round, tokens per second of all."""
-
-    name: str
-    tokens: float
-    seconds: float
-    tokens_per_second: float
-
-    def __str__(self) -> str:
-        milliseconds, rate = self.seconds * 1000, self.tokens_per_second
-        return f"{self.name}: {self.tokens:.2f} tokens in {milliseconds:.2f} ms, {rate:.0f} tokens/s"
-
-
-@dataclass(frozen=True)
-class DraftingReport:
-    """What was chosen for the latest batch size, and why.
-
-    `rounds` counts finished rounds by plan, plain steps included; `explored` those that were tried against the
-    forecast. `acceptance` holds, by group of the draft model's plans, the estimated probability that depth 1, 2, ... is
-    accepted once the depth before was; of what was said before, how often candidates came over what was promised.
-    `forecasts` are sorted, the fastest first.
-    """
-
-    chosen: str
-    reason: str
-    rounds: dict[str, int]
-    explored: int
-    acceptance: dict[str, list[float]]
-    forecasts: list[Forecast] = field(default_factory=list)
-
-
 class Option(NamedTuple):
-    """A step of `plan` (None: a plain one) that should give `tokens` in all in so many `seconds`, and may lose `risk`
-    plain steps, as far as that is to be feared."""
+    """A step of `plan` (None: a plain one) that should give each sequence so many `tokens` on average in the time of
+    `steps` plain ones: `rate` is tokens over steps."""
 
     plan: DraftPlan | None
     tokens: float
-    seconds: float
-    risk: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
-
-    def forecast(self, batch: int) -> Forecast:
-        """For people."""
-        return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
+    steps: float
+    rate: float
 
 
 #: What is known of steps is looked at anew after so many plain ones at the most.
@@ -67,13 +24,11 @@ MOST_REST = 255
 
 
 class Search:
-    """When candidates of the host are looked for: looks, and rounds of what they find, are paid from a budget in plain
-    steps. A look in vain puts the next one off, for longer each time, until it costs no more than `LOOK_SHARE` of the
-    steps between."""
+    """When candidates of the host are looked for: looks, and rounds of them, are paid from a budget in plain steps. One
+    in vain puts the next off, for longer each time, until looks cost no more than `LOOK_SHARE` of the steps between."""
 
-    #: The budget at first and at most; of each token this share is added, and what rounds save. So much may be
-    #: overdrawn to use what was found: a look and a round of it take so long on slow hosts. Settled with
-    #: tools/bench/drafting_workloads.py and host_time.py.
+    #: The budget at first and at most; this share of each token is added, and what rounds save. So much is overdrawn to
+    #: use what was found, which takes slow hosts so long. Settled with drafting_workloads.py and host_time.py.
     FIRST, MOST, SHARE, OVERDRAFT, LOOK_SHARE = 4.0, 14.0, 0.005, 6.0, 0.01
 
     def __init__(self) -> None:
@@ -81,14 +36,11 @@ class Search:
         self.begins, self.patience = 0, 0
         self._budget = self.FIRST
 
-    def affords(self, is_fresh: bool = True) -> bool:
-        """Whether a look can be paid; where it is not `is_fresh` what was found is used."""
-        return self._budget + (0.0 if is_fresh else self.OVERDRAFT) > 0.0
-
     def is_due(self, step: int, is_fresh: bool = True) -> bool:
-        """Whether it is time to look before a step; until the budget is there again it is not."""
-        if not self.affords(is_fresh):
-            missing = -self._budget - (0.0 if is_fresh else self.OVERDRAFT)
+        """Whether it is time to look before a step, or where that is not `is_fresh` to use what was found; until the
+        budget is there again it is not."""
+        missing = -self._budget - (0.0 if is_fresh else self.OVERDRAFT)
+        if missing >= 0.0:
             self.begins = step + min(MOST_REST, 1 + int(missing / self.SHARE))
         return step >= self.begins
 
@@ -103,14 +55,12 @@ class Search:
 
 
 class Account:
-    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and where it has saved time
-    lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth more than what the next text may
-    cost. The loss that counts is that since the best place of the latest `WINDOW` tokens.
+    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and a tenth of what was
+    saved lately, up to `MOST_EARNED` steps. What counts is the loss since the best place of the latest `WINDOW` tokens.
 
-    A text that suits the drafts has hard spells, too. So not all is lost at once: `LATER` is left for tries behind that
-    place, more and more of which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late.
-    And no round but the cheapest may lose more than one part in `CAREFUL` of what is left, so that several tell of a
-    change.
+    A text that suits the drafts has hard spells, too. So `LATER` is left for tries behind that place, more and more of
+    which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late. And no round but the
+    cheapest may lose more than one part in `CAREFUL` of what is left, so that several tell of a change.
     """
 
     #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
@@ -121,10 +71,9 @@ class Account:
 
     def __init__(self) -> None:
         self._tokens = self._saved = self._earned = 0.0
-        #: Places, in tokens, and what was saved up to them: each more than at all later ones.
-        self._best: deque[tuple[float, float]] = deque([(0.0, 0.0)])
-        #: What each round under way may lose.
-        self.risks: deque[float] = deque()
+        #: Places, in tokens, and what was saved up to them, each more than at all later ones; and what each round under
+        #: way may lose.
+        self._best, self.risks = deque([(0.0, 0.0)]), deque[float]()
 
     @property
     def left(self) -> float:
@@ -134,13 +83,9 @@ class Account:
 
     def affordable(self, cheapest: float) -> float:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
-        left = self.left - self.LATER * (1.0 - self._passed)
+        passed = math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
+        left = self.left - self.LATER * (1.0 - passed)  # all of it behind `WINDOW` tokens
         return max(min(left, cheapest), left / self.CAREFUL)
-
-    @property
-    def _passed(self) -> float:
-        """How much of what is for later may be spent: 0 at the best place, 1 behind `WINDOW` tokens."""
-        return math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
 
     def ended(self, tokens: float, saved: float, drafted: bool = True) -> None:
         """Steps, or one that was `drafted`, gave each sequence so many tokens, and saved so many plain steps."""

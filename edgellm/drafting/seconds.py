@@ -8,15 +8,13 @@ from typing import NamedTuple
 
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
-#: The name of a step without a draft.
-PLAIN = "plain"
+PLAIN = "plain"  # the name of a step without a draft
 #: Standard deviations of logarithms: of the load of the machine over a first plain step, of what waiting for the host
 #: adds to it, of the first guess of rounds, as far as all share it, and of a plan's own. Guesses were up to twice or
 #: half of what is measured on an H200, two imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
 LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
-#: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
-#: They fade after so many steps at once.
+#: left of what rounds have shown, which fades after so many at once: no plan is left out for ever for a busy moment.
 LOAD_DRIFT, NOISE, MEMORY, FADED = 0.05, 0.15, 1500.0, 32
 #: A step that is slower or faster than expected by more than this factor was interrupted, or met cold caches.
 LARGEST_SURPRISE = 2.0
@@ -24,7 +22,7 @@ LARGEST_SURPRISE = 2.0
 
 class Guess(NamedTuple):
     """Of a round's time over a plain step's: `once`, for each `level` that a draft model proposes, and for each `node`
-    of each sequence that is verified. What a CPU computes row by row, a GPU hides behind reading the weights.
+    of each sequence that is verified.
 
     `chosen` of a mixture's experts are what a token goes through (a share of all of them), and `read` is their share of
     what a plain step reads: a round takes longer by the further experts that its tokens choose, evenly. `latency` are
@@ -39,7 +37,7 @@ class Guess(NamedTuple):
     latency: float = 0.0
 
     def in_one_pass(self) -> Guess:
-        """For a draft model that proposes all levels in one pass. It has several layers: not measured, two levels'."""
+        """For a draft model that proposes all levels in one pass, of several layers: not measured, two levels'."""
         return self._replace(once=self.once + 2 * self.level, level=0.0)
 
     def ratio(self, plan: DraftPlan, batch: int, plain: float = math.inf) -> float:
@@ -63,21 +61,18 @@ CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01, latency=2e-5), Guess(2.5, 0.2, 0.09)
 class Seconds:
     """Seconds of the steps of one batch size, under rules or not, of which a plain one took `plain` seconds.
 
-    The logarithm of what a round takes over the guess is a sum: of the load of the machine (other work, clocks, length
-    of the context), which all steps share and which changes quickly, of what the guess of all rounds is wrong by, and
-    of the plan's own. Each finished step moves its terms, each by its share of their variances (a Kalman filter that
-    takes their errors for independent): what a round takes longer is load until plain steps say otherwise.
+    The logarithm of what a round takes over the guess is a sum: of the load (other work, clocks, long contexts), which
+    all steps share and which changes quickly, of what the guess of all rounds is wrong by, and of the plan's own. Each
+    finished step moves its terms by their shares of the variance (a Kalman filter that takes errors for independent).
     """
 
     def __init__(
         self, plans: Sequence[DraftPlan], guess: Guess, batch: int, plain: float, like: Seconds | None
     ) -> None:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
-        self._terms: dict[DraftPlan | None, tuple[float, Sequence[int]]] = {None: (1.0, (0,))}
-        self._terms |= {plan: (guess.ratio(plan, batch, plain), (1, place)) for place, plan in enumerate(plans, 2)}
-        # Of the terms but the load, those of waiting and of all rounds first; they return to the guess, and their
-        # variances to these.
-        self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
+        # Of plans, of waiting, and of all rounds: terms but the load return to the guess, their variances to these.
+        self._first = [*[OWN_DOUBT**2] * len(plans), WAITED_DOUBT**2, GUESS_DOUBT**2]
+        self._terms = {plan: (guess.ratio(plan, batch, plain), place, -1) for place, plan in enumerate(plans)}
         self._logs, self._variances = [0.0] * len(self._first), [*self._first]
         if like is not None:  # what another batch size has shown is the first guess
             self._logs = [*like._logs]
@@ -89,14 +84,16 @@ class Seconds:
         """Of a plain step now."""
         return self._plain * math.exp(self._load)
 
-    def of(self, plan: DraftPlan | None) -> float:
-        """Of a round now; of None of a plain step before which the device waits for the host."""
-        guessed, places = self._terms[plan]
-        return self._plain * guessed * math.exp(self._load + sum([self._logs[place] for place in places]))
+    def ratio(self, plan: DraftPlan | None) -> float:
+        """Of a round, in plain steps; of None of a plain step before which the device waits for the host."""
+        if plan is None:
+            return math.exp(self._logs[-2])
+        guessed, place, shared = self._terms[plan]
+        return guessed * math.exp(self._logs[place] + self._logs[shared])
 
-    def risk(self, plan: DraftPlan) -> float:
-        """What a round may lose, in plain steps, if nothing is accepted."""
-        return max(0.0, self.of(plan) / self.plain - 1.0)
+    def of(self, plan: DraftPlan | None) -> float:
+        """The same in seconds now."""
+        return self.plain * self.ratio(plan)
 
     def record(
         self, plan: DraftPlan | None, seconds: float, waited: bool = False, late: bool = False, steps: int = 1
@@ -104,23 +101,23 @@ class Seconds:
         """Take notice of a finished step, or of several plain ones that took so many seconds on average. Where the host
         was `late` that says nothing of the load."""
         is_plain = plan is None and not waited
-        expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
+        expected = self.plain if is_plain else self.of(plan)
+        places = () if is_plain else (-2,) if plan is None else self._terms[plan][1:]
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
-        learned = 1.0
-        if abs(surprise) > limit:  # the more it is, the less it says; and it may come again: it makes nothing surer
-            surprise, learned = limit**2 / surprise, 0.0
+        if abs(surprise) > limit:  # the more it is, the less it says
+            surprise = limit**2 / surprise
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
         load = 0.0 if late else self._variance
         self._unfaded += steps
         if self._unfaded >= FADED and not is_plain:
             kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
-            logs[:] = [kept * log for log in logs]
-            pairs = zip(variances, self._first, strict=True)
-            variances[:] = [first + kept**2 * (variance - first) for variance, first in pairs]
+            for place, first in enumerate(self._first):
+                logs[place] *= kept
+                variances[place] = first + kept**2 * (variances[place] - first)
         gain = 1.0 / (load + sum([variances[place] for place in places]) + NOISE**2 / steps)
         for place in places:
             logs[place] += gain * variances[place] * surprise
-            variances[place] -= learned * gain * variances[place] ** 2
+            variances[place] -= gain * variances[place] ** 2
         self._load += gain * load * surprise
-        self._variance -= learned * gain * load**2
+        self._variance -= gain * load**2

@@ -1,4 +1,4 @@
-"""Answers as clients of OpenAI's API read them: a model's reasoning apart, whole or in pieces, with usage and
+"""Answers as clients of OpenAI's API read them: reasoning apart, whole or in pieces, with usage and
 log-probabilities."""
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Piece:
-    """What has come of an answer, in this order: what the model thinks, what it says, and what it calls; and the
-    log-probabilities of all but what it thinks."""
+    """What has come of an answer, in this order; `logprobs` are of all but what the model thinks."""
 
     reasoning: str = ""
     content: str = ""
@@ -42,11 +41,8 @@ class Piece:
 
 
 class AnswerReader:
-    """Parts an answer, in pieces as they come, into what the model thinks and what it says.
-
-    Tokens decide, not text: marks are found where they are no text, and what only looks like one is none. Space around
-    the reasoning belongs to neither. Calls of tools come apart from the text already.
-    """
+    """Parts an answer, in pieces as they come, into what the model thinks and what it says, without the space around
+    the reasoning. Tokens decide, not text: what only looks like a mark is none."""
 
     def __init__(
         self,
@@ -99,8 +95,7 @@ class AnswerReader:
         return Piece(self._shown(thought), said, logprobs, chunk.tool_calls)
 
     def _find_marks(self, read: int) -> None:
-        """Take notice of where the reasoning begins and ends; text never comes before its tokens, of which so many were
-        `read` before."""
+        """Note where reasoning begins and ends, of tokens of which so many were `read`: they come before their text."""
         marks, ids = self._marks, self._ids
         assert marks is not None
         if self._state == "undecided" and ids:
@@ -144,7 +139,6 @@ class _ChannelReader(AnswerReader):
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:
-    """A token's text, and its bytes."""
     if (data := tokenizer.token_bytes(token_id)) is not None:
         return data.decode("utf-8", "replace"), list(data)
     text = (tokenizer.id_to_token(token_id) or "").replace("\u2581", " ")
@@ -152,13 +146,11 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:
 
 
 def logprob_object(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    """A token with its log-probability."""
     text, data = token_text(tokenizer, token_id)
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": data}
 
 
 def logprob_objects(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """Tokens with their log-probabilities, and those of the likeliest in their places."""
     return [
         logprob_object(tokenizer, each.token_id, each.logprob)
         | {"top_logprobs": [logprob_object(tokenizer, *pair) for pair in each.top]}
@@ -174,7 +166,6 @@ def call_object(delta: ToolCallDelta) -> dict[str, Any]:
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """A server-sent event."""
     data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return (f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n").encode()
 
@@ -189,7 +180,7 @@ class Writer:
         asked: ParsedRequest,
         tokenizer: Tokenizer,
         readers: Sequence[AnswerReader],
-        sequences: Sequence[DecodingSequence] = (),
+        sequences: Sequence[DecodingSequence],
     ) -> None:
         """`sequences` are the engine's, whose prompts a stream may tell before they have ended."""
         self._asked, self._tokenizer, self._readers, self._sequences = asked, tokenizer, readers, sequences
@@ -200,7 +191,7 @@ class Writer:
 
     def begin(self) -> Iterator[bytes]:
         """The first events of a stream, sent with its first piece."""
-        raise NotImplementedError
+        return iter(())
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """The events of a piece."""

@@ -51,9 +51,6 @@ T = TypeVar("T")
 #: Bodies in memory have together at most so many times the size of the largest, and images the pixels of so many
 #: requests.
 BODIES, IMAGES = 4, 2
-_LONGEST_WAIT = 60
-#: What is told of a model that has failed may take so long to be read.
-_FAILED_SECONDS = 2.0
 
 #: How a request is read, and its answers are written.
 Read = Callable[[bytes, ServedModel], ParsedRequest]
@@ -81,11 +78,9 @@ _COUNTED = (*_ASKED, "/v1/models", "/v1", "/version", "/api/tags", "/api/ps", *_
 
 
 class Service:
-    """A model that is asked over HTTP. It listens while the model is loaded, and answers once that is open.
-
-    Everything but the model's own thread runs in one event loop and a few threads that make requests ready. Nobody
-    waits for a slow reader: what it has not taken of its answer joins until it is read, at most one answer of it.
-    """
+    """A model that is asked over HTTP. It listens while the model is loaded, and answers once that is open, all in one
+    event loop but for the model's thread and those that make requests ready. Nobody waits for a slow reader: what it
+    has not taken of its answer joins until it is read."""
 
     def __init__(
         self,
@@ -139,10 +134,8 @@ class Service:
             for path, answer in answers.items()
         ]
         routes.append(Route(one, self._kept.refuse, methods=["POST"]))
-        app = Starlette(
-            routes=routes,
-            exception_handlers=dict.fromkeys((HTTPException, HTTPError), partial(asgi.refuse, [*shown_as])),
-        )
+        refusals = dict.fromkeys((HTTPException, HTTPError), partial(asgi.refuse, [*shown_as]))
+        app = Starlette(routes=routes, exception_handlers=refusals)
         app.router.redirect_slashes = False
         app.add_middleware(asgi.Guarded, sharing=self.guard.sharing, check=self.check, count=self.count)
         return app
@@ -158,7 +151,6 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        """Whether the model was loaded."""
         return self._runtime is not None
 
     def works(self, seconds: float) -> bool:
@@ -206,7 +198,7 @@ class Service:
         """Answer nothing new, and wait until what runs has ended; what has not after so many seconds is cancelled. Of a
         model that has failed nothing comes but errors, which are on their way."""
         self._is_ending = True
-        seconds = seconds if self.failure is None else min(seconds, _FAILED_SECONDS)
+        seconds = seconds if self.failure is None else min(seconds, 2.0)
         until = time.monotonic() + seconds
         while self._working and time.monotonic() < until:
             await asyncio.wait(self._working, timeout=until - time.monotonic())
@@ -340,9 +332,8 @@ class Service:
         return JSONResponse({"status": "success"})
 
     async def _input_items(self, request: Request) -> Response:
-        listed = await self._readers.run(
-            self.guard.client(request.scope), lambda: self._kept.input_items(request), is_large=True
-        )
+        client = self.guard.client(request.scope)
+        listed = await self._readers.run(client, lambda: self._kept.input_items(request), is_large=True)
         return Response(listed, media_type=JSONResponse.media_type)
 
     async def _what_there_is(self, request: Request) -> Response:
@@ -377,7 +368,7 @@ class Service:
     def _told(self, error: Exception, names: Mapping[str, str]) -> HTTPError:
         """An error as a client is told it; what nobody expected goes to the log."""
         mean = self._llm.metrics()["request_seconds"]["mean"]  # after which a place in a full queue may be free
-        found = http_error(error, names, min(_LONGEST_WAIT, max(1, math.ceil(mean or 1.0))))
+        found = http_error(error, names, min(60, max(1, math.ceil(mean or 1.0))))
         if found.status == 500:
             logger.error("a request has failed: %s", error, exc_info=error)
         if self._runtime is not None:

@@ -48,8 +48,7 @@ class Catalogue:
         return {"models": [self._entry(name) for name in self.model.names]}
 
     def running(self) -> dict[str, Any]:
-        """The list of `/api/ps`: all there is, with the memory that the whole of it has, of the GPU's where there is
-        one."""
+        """The list of `/api/ps`: all there is, with the memory of the whole, the GPU's where there is one."""
         size = sum(self.runtime.planned_memory.values())
         memory = {"size": size, "size_vram": 0 if self.runtime.backend_name == "numpy" else size}
         loaded = memory | {"context_length": self.context, "expires_at": written_time(_NEVER)}
@@ -59,11 +58,10 @@ class Catalogue:
         """What `/api/tags` tells of the model, or of an adapter under its own name."""
         directory = self.runtime.directory
         config, packed = directory.config, bool(directory.packed_names)
+        is_safe = all(each.endswith(".safetensors") for each in directory.weight_files)
         details = {
             "parent_model": "" if name == self.model.name else self.model.name,
-            "format": "safetensors"
-            if all(each.endswith(".safetensors") for each in directory.weight_files)
-            else "gguf",
+            "format": "safetensors" if is_safe else "gguf",
             "family": config.family,
             "families": [config.family],
             "parameter_size": f"{self._parameters() / 1e6:.1f}M",

@@ -33,11 +33,6 @@ logger = logging.getLogger("edgellm.http")
 
 #: Bytes of a request's line and headers.
 MOST_HEADER_BYTES = 16 * 1024
-#: New connections that are taken at a time, which may be so many more than there should be for that long; the system
-#: lets others try again after a second.
-BACKLOG = 512
-#: An idle connection is kept so many seconds for the next request.
-KEEP_ALIVE_SECONDS = 5
 #: A machine that is gone without a word is asked after so many seconds of silence, then so many later, so many times.
 _PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 #: What the system holds of an answer beside the 64 KiB that the server holds itself; what comes then waits unread.
@@ -88,10 +83,8 @@ class RequestReader(h11.Connection):
 
 
 class WatchedProtocol(H11Protocol):
-    """A connection that is closed where it says nothing, speaks too slowly, or takes nothing of its answer.
-
-    The server calls `check` every now and then; uvicorn itself watches only idle connections between requests.
-    """
+    """A connection that is closed where it says nothing, speaks too slowly, or takes nothing of its answer. The server
+    calls `check` every now and then; uvicorn itself watches only idle connections between requests."""
 
     limits = ConnectionLimits()
     #: How many connections were closed, by why.
@@ -181,8 +174,6 @@ class WatchedProtocol(H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn's server, which checks its connections, goes on listening while answers end, and survives its signals."""
 
-    _TICKS = 2  # of 0.1 s
-
     def __init__(
         self,
         app: Callable[..., Awaitable[Any]],
@@ -204,8 +195,8 @@ class Server(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                backlog=512,  # taken at a time, so many more than there should be; the system lets others try again
+                timeout_keep_alive=5,
                 timeout_graceful_shutdown=1,
             )
         )
@@ -218,8 +209,7 @@ class Server(uvicorn.Server):
         self.ended_by: int | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, on sockets that there are already, or else on the address. Raises RequestError where that is not
-        possible."""
+        """Listen, on sockets that are there already, or else on the address. Raises RequestError."""
         host, port = self.config.host, self.config.port
         try:
             if sockets is None:
@@ -231,8 +221,7 @@ class Server(uvicorn.Server):
         self.listens.set()
 
     async def on_tick(self, counter: int) -> bool:
-        """Check all connections a few times a second."""
-        if counter % self._TICKS == 0:
+        if counter % 2 == 0:  # of ticks of 0.1 s
             self._check()
         return await super().on_tick(counter)
 

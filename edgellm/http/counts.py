@@ -13,10 +13,8 @@ from edgellm.metrics import family
 
 
 class ServerCounts:
-    """Counts since the server began, for the event loop that it runs in.
-
-    `connections` says how many are open, `closed_connections` how many were closed, by why.
-    """
+    """Counts since the server began, for the event loop that it runs in. `connections` says how many are open,
+    `closed_connections` how many were closed, by why."""
 
     def __init__(self) -> None:
         self.connections: Callable[[], int] = lambda: 0
@@ -25,8 +23,8 @@ class ServerCounts:
         self.responses: Counter[tuple[str, int]] = Counter()
 
     def text(self, answers: int, lost_readers: int, body_bytes: int, model_memory: Mapping[str, int]) -> str:
-        """All of it, with what there is now: requests that are being answered, threads that never ended, bytes of
-        bodies, and bytes of the model by what for."""
+        """All of it, with what there is now: requests that are answered, lost threads, bytes of bodies and the
+        model."""
         counted = sorted(self.responses.items())
         responses = {f'{{path="{path}",status="{status}"}}': count for (path, status), count in counted}
         closed = {f'{{reason="{reason}"}}': count for reason, count in sorted(self.closed_connections.items())}

@@ -1,5 +1,4 @@
-"""Requests for embeddings to `/v1/embeddings`, and to ollama's `/api/embed` and `/api/embeddings`: one
-`EmbeddingRequest` for all."""
+"""Requests for embeddings to `/v1/embeddings`, and to ollama's `/api/embed` and `/api/embeddings`."""
 
 from __future__ import annotations
 

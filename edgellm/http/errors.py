@@ -28,9 +28,7 @@ _FIELD = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*)(?=[ :'])")
 
 class HTTPError(Exception):
     """A request that is not answered: its status, what is wrong, the field (`param`) and a name for programs (`code`).
-
-    `headers` are sent beside those of every answer.
-    """
+    `headers` are sent beside those of every answer."""
 
     def __init__(
         self,

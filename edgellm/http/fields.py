@@ -71,7 +71,6 @@ class ServedModel:
 
     @property
     def request_pixels(self) -> int:
-        """The pixels of all images of a request."""
         return LARGEST_IMAGES * self.image_pixels
 
     @property
@@ -270,9 +269,7 @@ class Fields:
     def take_object(self, name: str, used: str) -> Any:
         """An object of which the field `used` alone changes an answer, None without it; what else it has is told."""
         given = self.take(name, dict)
-        self.ignored += [
-            f"{name}.{each}" for each, value in (given or {}).items() if each != used and value is not None
-        ]
+        self.ignored += [f"{name}.{key}" for key, value in (given or {}).items() if key != used and value is not None]
         return given
 
     def thinking(self, effort: Any, name: str) -> dict[str, Any]:
@@ -293,12 +290,9 @@ class Fields:
 
     def with_images(self, messages: Any, name: str = "messages") -> list[Any]:
         """Messages with the bytes of their images in place of data URLs, the system prompt of the server before them
-        where they have none.
-
-        Raises HTTPError for other sources than data URLs (no request reads a file of this machine, nothing is fetched),
-        for too many images and for too large ones, before anything of them is decoded. What else is wrong with messages
-        the engine says.
-        """
+        where they have none. Raises HTTPError for other sources than data URLs (no request reads a file of this
+        machine, nothing is fetched), for too many images and for too large ones, before anything of them is decoded.
+        What else is wrong with messages the engine says."""
         if not isinstance(messages, list):
             raise wrong(name, messages, "a list of messages")
         model, found = self.model, list(messages)

@@ -24,8 +24,6 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 #: A name in a Host header, without its port; and an origin as browsers write it, or with a slash at its end.
 _NAME = re.compile(r"[\w.-]+")
 _ORIGIN = re.compile(r"[A-Za-z][\w+.-]*://[^/\s]+/?")
-#: Bits of an IPv6 address that are a client's network: it chooses the others itself.
-_CLIENT_BITS = 64
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -92,18 +90,12 @@ class Guard:
         host = headers.get("host", "")
         name = host_name(host)
         if name is None or not (name in self.hosts or (self.any_address and _address(name) is not None)):
-            message = (
-                f"the host {shown(host)[:200]} is not one that this server answers for: expected "
-                f"{', '.join(sorted(self.hosts))} (--allowed-host adds one)"
-            )
-            raise HTTPError(421, message, code="wrong_host")
+            asked, expected = shown(host)[:200], ", ".join(sorted(self.hosts))
+            message = f"the host {asked} is not one that this server answers for: expected {expected}"
+            raise HTTPError(421, f"{message} (--allowed-host adds one)", code="wrong_host")
         origin = headers.get("origin")
-        known = {
-            *self.origins,
-            f"http://{host.lower()}",
-            f"https://{host.lower()}",
-        }  # the page may be this server's own
-        if origin is not None and origin.lower().rstrip("/") not in known:
+        own = f"http://{host.lower()}", f"https://{host.lower()}"
+        if origin is not None and origin.lower().rstrip("/") not in (*self.origins, *own):
             message = f"pages of {shown(origin)[:200]} may not ask this server (--allowed-origin lets them)"
             raise HTTPError(403, message, code="wrong_origin")
         if self.keys and path not in _WITHOUT_KEY and not self._has_key(headers):
@@ -126,15 +118,14 @@ class Guard:
         return peer if address is None else str(address)
 
     def client(self, scope: Scope) -> str:
-        """Who asks, as far as one may have no more than another: by the key where there are some, else by the address,
-        of IPv6 by the network."""
+        """Who asks, as far as one may have no more than another: by the key, if there are any, else by the address."""
         if self.keys:
             return _given_key(Headers(scope=scope))
         found = self.address(scope)
         address = _address(found)
         if not isinstance(address, ipaddress.IPv6Address) or address.is_link_local:  # all of a link are of one network
             return found
-        return str(ipaddress.IPv6Network((int(address), _CLIENT_BITS), strict=False))
+        return str(ipaddress.IPv6Network((int(address), 64), strict=False))  # a client chooses the other bits itself
 
     def sharing(self, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers that let a page of another, allowed origin read an answer."""

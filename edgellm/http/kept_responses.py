@@ -73,7 +73,6 @@ class KeptResponses:
         return found.conversation
 
     async def show(self, request: Request) -> Response:
-        """An answer as it was given."""
         for name, value in request.query_params.items():
             if name != "include" and (name, value) != ("stream", "false"):
                 raise unserved(name, "an answer is shown again as a whole")

@@ -135,10 +135,8 @@ def _named(prompt: str) -> dict[str, str]:
 
 def chat_messages(given: Any) -> list[dict[str, Any]]:
     """Messages as the rest of the server reads them: images as data URLs before the text, arguments of calls as text,
-    and results of tools by the ids of their calls: of those of the tool's name, if they have it, the next one.
-
-    Raises HTTPError for what cannot be read so; what else is wrong with messages the engine says.
-    """
+    and results of tools by the ids of their calls: of those of the tool's name, if they have it, the next one. Raises
+    HTTPError for what cannot be read so; what else is wrong with messages the engine says."""
     if not isinstance(given, list):
         raise wrong("messages", given, "a list of messages")
     found: list[dict[str, Any]] = []

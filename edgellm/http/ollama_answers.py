@@ -31,9 +31,6 @@ class GenerateWriter(Writer):
             return self._object(Piece()) | {"done": True, "done_reason": "load"}
         return self._object(pieces[0]) | self._ending(responses[0])
 
-    def begin(self) -> Iterator[bytes]:
-        return iter(())
-
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         self._deltas += piece.calls  # which are told as a whole
         if piece.reasoning or piece.content or piece.logprobs:

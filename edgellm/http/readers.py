@@ -53,12 +53,10 @@ class Readers:
 
     @property
     def are_lost(self) -> bool:
-        """Whether no thread is left."""
         return self._most <= 0
 
     @property
     def _most(self) -> int:
-        """How many may work at a time."""
         return self._count - max(0, self.lost - self._spares)
 
     async def run(self, client: str, function: Callable[[], T], is_large: bool = False) -> T:

@@ -86,8 +86,7 @@ def response_request(body: bytes, model: ServedModel, kept: KeptResponses = _NON
 
 
 def _tools(fields: Fields, given: Any) -> Any:
-    """Tools with the functions of a namespace in its place, and without searches of the web beside others: agents offer
-    these to every server."""
+    """Tools with a namespace's functions in its place, without searches of the web, which agents always offer."""
     if not isinstance(given, list):
         return given
     found: list[Any] = []
@@ -142,10 +141,7 @@ def _with_text_format(fields: Fields, params: Any, text: Mapping[str, Any]) -> A
 
 def input_messages(given: Any, instructions: str | None, earlier: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """The messages of an `input`: text, or items: messages, reasoning, calls of functions and what these returned.
-    Items of an `earlier` input, and of its answer, stand before them.
-
-    Raises HTTPError for what is none of them.
-    """
+    Items of an `earlier` input, and of its answer, stand before them. Raises HTTPError for what is none of them."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})

@@ -24,7 +24,7 @@ from edgellm.engines.model.config import MTP
 from edgellm.engines.model.limits import LARGEST_LORA_RANK, LARGEST_LORA_SLOTS
 from edgellm.errors import RequestError, did_you_mean, require
 from edgellm.hub.downloads import Download, Progress, fetch, repository_folder
-from edgellm.hub.names import HubName
+from edgellm.hub.names import HubName, first_part
 
 if TYPE_CHECKING:
     from edgellm.engines.building.plans import BuildReport
@@ -53,16 +53,16 @@ def local_directory(
 ) -> Path:
     """The engine directory of a model: the path that it is or, of a GGUF file and of a name ORG/NAME or
     ORG/NAME:FILE.gguf on the hub, one in the user's cache, which is made where it is not there as the model is now.
-
-    `build` are arguments of the build by name, of `BUILD_OPTIONS`; a directory is of its commit and of these. It takes
-    the LoRA `adapters` in these directories, if there are any. The hub is asked for what is not there, and with
-    `update`. Raises HubError, RequestError for arguments that are wrong or, of a path, given at all, AdapterError, and
-    what a build raises.
-    """
+    `build` are arguments of the build by name, of `BUILD_OPTIONS`, which a directory is of as of its commit; it takes
+    the LoRA `adapters` in these directories. The hub is asked for what is not there, and with `update`. Raises
+    HubError, RequestError for arguments that are wrong or, of a path, given at all, AdapterError, and what a build
+    raises."""
     require(isinstance(revision, (str, type(None))), "revision", revision, "a branch, a tag or a commit, or None")
     require(isinstance(update, bool), "update", update, "True or False")
     options, name = checked_options({} if build is None else build), HubName.of(model, revision)
     is_file = name is None and is_gguf_file(Path(model))
+    if is_file and (first := Path(first_part(str(model)))).exists():
+        model = first  # of a model in several files there is one directory, whichever of them is named
     if name is None:
         _require_name(model, revision, update, () if is_file else options)
         if not is_file:
@@ -93,9 +93,8 @@ def local_directory(
 def checkpoint_of(
     model: str | Path, revision: str | None, update: bool, progress: Progress, finds_encoder: bool = False
 ) -> tuple[Path, ModelSource | None]:
-    """Where a checkpoint or a file in GGUF lies, and where it comes from: of a path itself and None; a name on the hub
-    is downloaded, with the vision encoder beside a file in GGUF where it `finds_encoder`. Raises as
-    `local_directory`."""
+    """Where a checkpoint or a GGUF file lies, and its source (None: of a path); a name on the hub is downloaded, with
+    the vision encoder beside a GGUF file where it `finds_encoder`. Raises as `local_directory`."""
     name = HubName.of(model, revision)
     if name is None:
         _require_name(model, revision, update)

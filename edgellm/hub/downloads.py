@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from edgellm.engines.checkpoints.weight_files import INDEX_FILE, read_index
 from edgellm.engines.checkpoints.weights import counted
 from edgellm.engines.directories.description import ModelSource
 from edgellm.engines.errors import explained
-from edgellm.engines.formats.digests import current_digest, file_blocks
+from edgellm.engines.formats.digests import current_digest
 from edgellm.engines.formats.small_files import ordinary_bytes
 from edgellm.engines.formats.staged_directory import check_space
 from edgellm.errors import EdgeLLMError, HubError
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 RECORD_NAME = "downloads.json"
 _RECORD_BYTES = 16 << 20
-#: Files that are hashed side by side.
-_MOST_CHECKS = 4
 #: Git's digest of a file, or the SHA-256 of a large one: by it the hub's cache names what a file holds.
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -82,7 +79,6 @@ class Download:
         return next((file for file in sorted(self.files) if file.endswith(".gguf")), "")
 
     def blob(self, file: str) -> Path:
-        """Where the content of a file lies."""
         return self.storage / "blobs" / self.files[file].digest
 
     def missing(self) -> dict[str, HubFile]:
@@ -137,11 +133,9 @@ def repository_folder(repository: str) -> Path:
 
 
 def fetch(name: HubName, update: bool = False, progress: Progress = lambda stage, done, total: None) -> Download:
-    """The files of a name, downloaded where they are missing, each as its digest says.
-
-    The hub is asked for the commit of a revision once, and again with `update`. Raises HubError, and CheckpointError
-    for an index of weights that is wrong.
-    """
+    """The files of a name, downloaded where they are missing, each as its digest says. The hub is asked for the commit
+    of a revision once, and again with `update`. Raises HubError, and CheckpointError for an index of weights that is
+    wrong."""
     folder = repository_folder(name.repository)
     record = Record.read(folder)
     commit = None if update else record.revisions.get(name.revision)
@@ -200,9 +194,8 @@ def _asked(name: HubName, revision: str, api: HfApi, progress: Progress) -> Down
         return sorted(set(read_index(index.folder / INDEX_FILE).get("weight_map", "dict").values()))
 
     chosen = chosen_files(name, {file: each.size for file, each in files.items()}, shards)
-    return replace(
-        whole, files={file: whole.files[file] for file in chosen}, encoders=encoders_beside(chosen[0], files)
-    )
+    own = {file: whole.files[file] for file in chosen}
+    return replace(whole, files=own, encoders=encoders_beside(chosen[0], files))
 
 
 def _in_cache(name: HubName, revision: str, storage: Path) -> tuple[str, dict[str, HubFile]]:
@@ -227,14 +220,10 @@ def _in_cache(name: HubName, revision: str, storage: Path) -> tuple[str, dict[st
 
 def _with_what_is_missing(download: Download) -> Download:
     """The download with what of each file is not there yet, which is then made here."""
-    files = {
-        name: replace(
-            file,
-            link=file.link or not (download.folder / name).exists(),
-            blob=file.blob or not download.blob(name).exists(),
-        )
-        for name, file in download.files.items()
-    }
+    files = {}
+    for name, file in download.files.items():
+        link, blob = not (download.folder / name).exists(), not download.blob(name).exists()
+        files[name] = replace(file, link=file.link or link, blob=file.blob or blob)
     return replace(download, files=files)
 
 
@@ -256,7 +245,7 @@ def _download(download: Download, api: HfApi, progress: Progress) -> None:
     advance = counted(total, partial(progress, "download"))
     for name in missing:
         api.hf_hub_download(download.repository, name, revision=download.commit, tqdm_class=_bar(advance))
-    with ThreadPoolExecutor(min(usable_cores(), _MOST_CHECKS)) as pool:  # the hub's digests are of whole files
+    with ThreadPoolExecutor(min(usable_cores(), 4)) as pool:  # the hub's digests are of whole files
         list(pool.map(lambda item: _check(download, *item), download.files.items()))
     if missing:
         advance(total)
@@ -302,10 +291,9 @@ def _digest(path: Path, expected: str) -> str:
         return current_digest(path, section=0).sha256
     if not expected:
         return ""
-    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    for block in file_blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
+    from huggingface_hub.utils.sha import git_hash
+
+    return git_hash(path.read_bytes())  # of a small file: of a large one the hub knows the SHA-256
 
 
 def _remove(download: Download, name: str) -> None:

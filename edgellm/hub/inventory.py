@@ -42,7 +42,6 @@ class Model:
 
     @classmethod
     def of(cls, kind: str, name: str, directory: EngineDirectory) -> Model:
-        """What there is of a directory."""
         commit, file = directory.source.commit if directory.source else "", gguf_file(directory)
         path, is_gone = directory.path, file is not None and not file.exists()
         return cls(kind, name, path, _own_bytes(path), commit, "" if file is None else str(file), is_gone)
@@ -93,9 +92,8 @@ def existing_directory(model: str | Path) -> Path:
     if len(found) == 1:
         return found[0].path
     if not found:
-        raise HubError(
-            f"there is no directory of {name} yet: edgellm chat {name} makes one, as do the others that ask it"
-        )
+        makes_one = f"edgellm chat {name} makes one, as do the others that ask it"
+        raise HubError(f"there is no directory of {name} yet: {makes_one}")
     listed = "".join(f"\n  {each.path}" for each in found)
     raise HubError(f"there are {len(found)} directories of {name}, of several commits or builds: name one.{listed}")
 
@@ -161,10 +159,8 @@ def remove_of_files(file: Path | None) -> dict[Path, Removal]:
 def remove(name: HubName, revision: str | None = None) -> Removal:
     """Remove the directories in the cache of a name (of its one file, where it names one) and what was downloaded for
     them: what was in the hub's cache before stays, and what a directory that was built by command links to. Of a
-    `revision`, which may be the beginning of a commit, that alone.
-
-    Raises HubError where there is nothing of it, OSError.
-    """
+    `revision`, which may be the beginning of a commit, that alone. Raises HubError where there is nothing of it,
+    OSError."""
     folder = repository_folder(name.repository)
     record, removal = Record.read(folder), Removal()
     named = ((each, name.file in ("", each.file) or stands_for(name.file, each.gguf)) for each in record.downloads)

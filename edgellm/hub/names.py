@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -29,8 +29,8 @@ _BEFORE_REVISIONS = ("tree", "blob", "resolve", "raw", "commit")
 
 @dataclass(frozen=True)
 class HubName:
-    """A `repository` ORG/NAME at a `revision` (branch, tag or commit), and the name of one GGUF `file` of it, or what
-    `stands_for` it, or ""."""
+    """A `repository` ORG/NAME at a `revision` (branch, tag, commit), and the GGUF `file` or what `stands_for` it, or
+    ""."""
 
     repository: str
     file: str = ""
@@ -38,11 +38,9 @@ class HubName:
 
     @classmethod
     def of(cls, model: str | Path, revision: str | None = None, folder: Path | None = None) -> HubName | None:
-        """The name that a text is; None for a path.
-
-        What exists is a path, below `folder` (None: the present one) where it is relative. So is what may be one: ORG
-        is a folder there, and no revision is named. Raises HubError as `parse`.
-        """
+        """The name that a text is; None for a path: for what exists, below `folder` (None: the present one) where it is
+        relative, and for what may be one, as ORG is a folder there and no revision is named. Raises HubError as
+        `parse`."""
         path = (folder or Path()) / model
         if os.path.lexists(path):
             return None
@@ -64,7 +62,7 @@ class HubName:
             if name is None or not (is_file or is_whole) or (file and name.file):
                 own = "ORG/NAME" if name is None else name.repository
                 raise HubError(f"{text} is no address of a model, or of a GGUF file. Write {own}, or {own}:FILE.gguf")
-            return replace(name, file=_PART.sub(r"\1-00001-of-\3.gguf", file) or name.file, revision=revision or "main")
+            return replace(name, file=first_part(file) or name.file, revision=revision or "main")
         match = _NAME.fullmatch(str(text))
         if match is None or ".." in str(text).split("/") or "--" in match["repository"]:
             return None
@@ -73,6 +71,11 @@ class HubName:
 
     def __str__(self) -> str:
         return f"{self.repository}:{self.file}" if self.file else self.repository
+
+
+def first_part(file: str) -> str:
+    """The name of the first of the files that a split model has; another name as it is."""
+    return _PART.sub(r"\1-00001-of-\3.gguf", file)
 
 
 def _behind_host(text: str) -> str | None:
@@ -104,12 +107,10 @@ def stands_for(file: str, model: str) -> bool:
 
 
 def chosen_files(name: HubName, sizes: Mapping[str, int], shards: Callable[[], Sequence[str]]) -> list[str]:
-    """Which of a repository's files, whose `sizes` are in bytes, the name stands for: weights in safetensors with what
-    is published beside them, or one model, or a vision encoder that is named, in GGUF. `shards` gives the files that
-    the index of several names.
-
-    Raises HubError where there is no such model, or where there are several to choose from.
-    """
+    """Which of a repository's files, whose `sizes` are in bytes, the name stands for: weights in safetensors with
+    what is published beside them, or one model, or a vision encoder that is named, in GGUF. `shards` gives the files
+    that the index of several names. Raises HubError where there is no such model, or where there are several to
+    choose from."""
     if not name.file and (SINGLE_FILE in sizes or INDEX_FILE in sizes):
         weights = [SINGLE_FILE] if SINGLE_FILE in sizes else [INDEX_FILE, *shards()]
         _require_all(name, weights, sizes)
@@ -147,8 +148,7 @@ def _require_all(name: HubName, files: Sequence[str], sizes: Mapping[str, int]) 
 
 
 def _gguf_models(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """The files of each model in GGUF by the first one's name; encoders of images (mmproj), and what weights matter
-    (imatrix), are none."""
+    """The files of each model in GGUF by the first one's name, without encoders (mmproj) and matrices (imatrix)."""
     models: dict[str, list[str]] = {}
     for file in sizes:
         part = _PART.fullmatch(file)
@@ -163,7 +163,6 @@ def _gguf_models(sizes: Mapping[str, int]) -> dict[str, list[str]]:
 
 
 def _is_encoder(file: str) -> bool:
-    """Whether a file is by its name a vision encoder in GGUF."""
     return file.endswith(".gguf") and "mmproj" in file.rpartition("/")[2]
 
 
@@ -182,14 +181,12 @@ def _listed(models: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> st
     gpu = find_gpu()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if gpu is None else gpu.total_memory
     where = f"{'this machine' if gpu is None else gpu.name} ({memory / 2**30:.1f} GiB)"
-
-    def lines() -> Iterator[str]:
-        for model, files in sorted(models.items(), key=lambda item: _bytes(item[1], sizes)):
-            size = _bytes(files, sizes)
-            fits = "fits" if size <= _SHARE * memory else "does not fit"
-            yield f"\n  {size / 2**20:>10,.1f} MiB  {fits:<12}  {printable(model)}"
-
-    return f" Beside the memory of {where}:{''.join(lines())}"
+    text = f" Beside the memory of {where}:"
+    for model, files in sorted(models.items(), key=lambda item: _bytes(item[1], sizes)):
+        size = _bytes(files, sizes)
+        fits = "fits" if size <= _SHARE * memory else "does not fit"
+        text += f"\n  {size / 2**20:>10,.1f} MiB  {fits:<12}  {printable(model)}"
+    return text
 
 
 def _no_model(name: HubName, sizes: Mapping[str, int]) -> HubError:

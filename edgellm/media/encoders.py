@@ -152,6 +152,11 @@ class MediaEncoders:
                 )
         return [self.by_name[each.kind].prepare(each) for each in references]
 
+    def cropped(self, pieces: Sequence[PreparedMedia]) -> tuple[bool, ...]:
+        """Whether each of the images among the pieces has crops beside it, and so more tokens than a whole one."""
+        most = self._config.media["image"].tokens if "image" in self._config.media else 0
+        return tuple(piece.tokens > most > 0 for piece in pieces if piece.kind == "image")
+
     def expand(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> list[int]:
         """The ids of a prompt with those of its pieces in place of each token that stands for a kind, in order.
 

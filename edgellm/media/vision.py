@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
 
@@ -23,9 +23,8 @@ from edgellm.media.image_text import TextOfParts
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
-from edgellm.multimodal.prepared_image import PreparedImage
+from edgellm.multimodal.prepared_image import PreparedImage, TiledImage
 from edgellm.multimodal.sources import source_of_url
-from edgellm.multimodal.tiles import TiledImage
 from edgellm.multimodal.video import PreparedVideo, VideoProcessor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 from edgellm.text.messages import MediaReference
@@ -61,7 +60,7 @@ class VisionEncoder:
         if vision_directory is not directory:
             self._own = open_backend(backend.name, vision_directory, gpu=backend.gpu_index)
         try:
-            self._runner = VisionEngineRunner.open(self._own or backend, vision_directory)
+            self._runner = VisionEngineRunner(self._own or backend, vision_directory)
             self._samples = self._runner.samples
         except BaseException:
             if self._own is not None:
@@ -94,10 +93,7 @@ class VisionEncoder:
         token = self.kind.token_id
         if self._texts is None:
             return [token] * image.tokens
-        if isinstance(image, PreparedImage):
-            counts, rows, columns = image.runs, len(image.runs), 1
-        else:
-            counts, (rows, columns) = tuple(tile.tokens for tile in image.tiles), image.grid
+        rows, columns, counts = image.parts
         *before, end = self._texts.around(rows, columns, len(counts) > rows * columns, number)
         parts = ([*text, *[token] * count] for text, count in zip(before, counts, strict=True))
         return [*chain.from_iterable(parts), *end]
@@ -142,16 +138,15 @@ class VideoEncoder:
         vision = vision_engines.vision
         assert vision is not None  # for which an encoder is opened
         self.kind = directory.config.media["video"]
-        largest = vision.config.patches_within(vision_engines.limits.image_rows[-1])
-        self._open_processor = partial(VideoProcessor.open, vision.path, vision.config, largest)
         self._images, self._vision, self._tokenizer = images, vision.config, tokenizer
+        self._path, self._rows = vision.path, vision_engines.limits.image_rows[-1]
         self._most_tokens = directory.video_tokens
 
     @cached_property
     def processor(self) -> VideoProcessor:
         """How the model wants its videos. A file of another kind is the error of each request with a video: texts and
         images need it not."""
-        return self._open_processor()
+        return VideoProcessor.open(self._path, self._vision, self._vision.patches_within(self._rows))
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """There is nothing to load beside the encoder of images."""

@@ -131,13 +131,14 @@ def system_prompt_ids(
     system_prompt: SystemPrompt | None,
     tools: Tools | None = None,
     template_variables: Mapping[str, Any] | None = None,
+    cropped: Sequence[bool] = (),
 ) -> list[int]:
     """The token ids that the chat template gives a system prompt (None: none), whatever the user says next; one for
-    each image. `tools` and `template_variables` are as those of conversations. Raises RequestError where that is
-    nothing, TemplateError where the template fails.
+    each image, of which there may be crops (`cropped`). `tools` and `template_variables` are as those of conversations.
+    Raises RequestError where that is nothing, TemplateError where the template fails.
     """
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    shared = beginning_ids(tokenizer, system, *checked_template_inputs(tools, template_variables))
+    shared = beginning_ids(tokenizer, system, *checked_template_inputs(tools, template_variables), cropped)
     if not shared:
         raise RequestError(
             "the chat template puts the user's words before everything else: there is no beginning that all "
@@ -147,7 +148,11 @@ def system_prompt_ids(
 
 
 def beginning_ids(
-    tokenizer: Tokenizer, system: Sequence[dict[str, Any]], tools: Any, variables: Mapping[str, Any] | None
+    tokenizer: Tokenizer,
+    system: Sequence[dict[str, Any]],
+    tools: Any,
+    variables: Mapping[str, Any] | None,
+    cropped: Sequence[bool] = (),
 ) -> list[int]:
     """The token ids that conversations begin with which have these system messages, tools and variables of the chat
     template; none where it puts the user's words first.
@@ -156,8 +161,10 @@ def beginning_ids(
     assumed of the template. Raises RequestError and TemplateError for what cannot be rendered.
     """
     first, second = (
-        tokenizer.encode_chat([*system, {"role": "user", "content": question}], tools=tools, **(variables or {}))
-        for question in _QUESTIONS
+        tokenizer.encode_chat(
+            [*system, {"role": "user", "content": each}], None, cropped, tools=tools, **(variables or {})
+        )
+        for each in _QUESTIONS
     )
     return first[: common_tokens(token_key(first), token_key(second))]
 

@@ -44,10 +44,8 @@ class AnswerRules:
         self.constraint.fill_mask(np.empty(mask_words(self.vocab_size), np.uint32))
 
     def structured_from(self, token_ids: Sequence[int]) -> int | None:
-        """Where in the answer's text its structure begins; None where reasoning has not ended.
-
-        `token_ids` are those of the answer; the constraint may have consumed more, of a round that a stop string cut.
-        """
+        """Where in the answer's text its structure begins; None where reasoning has not ended. `token_ids` are those of
+        the answer; the constraint may have consumed more, of a round that a stop string cut."""
         start = 0 if self.after_reasoning is None else self.after_reasoning.answer_start
         if start is None or start > len(token_ids):
             return None
@@ -117,9 +115,8 @@ class RuleMaker:
             if self._vocabulary is None:
                 from edgellm.structure.grammar import GrammarVocabulary
 
-                self._vocabulary = GrammarVocabulary.of_tokenizer(
-                    self._tokenizer, self._vocab_size, self._eos_token_ids
-                )
+                described = self._tokenizer, self._vocab_size, self._eos_token_ids
+                self._vocabulary = GrammarVocabulary.of_tokenizer(*described)
             return self._vocabulary
 
     def _word_ids(self, words: Sequence[str | Sequence[int]]) -> list[list[int]]:
@@ -137,6 +134,5 @@ class RuleMaker:
 
     def _check_ids(self, name: str, token_ids: Any) -> None:
         if beyond := [each for each in token_ids if each >= self._vocab_size]:
-            raise RequestError(
-                f"{name} has the token id {beyond[0]}: the model's vocabulary has {self._vocab_size}, from 0 on"
-            )
+            expected = f"the model's vocabulary has {self._vocab_size}, from 0 on"
+            raise RequestError(f"{name} has the token id {beyond[0]}: {expected}")

@@ -68,9 +68,8 @@ class Structure:
         if self.json is False:
             given.append("json")
         if len(given) != 1:
-            raise RequestError(
-                f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_NAMES)}"
-            )
+            found = " and ".join(given) or "nothing"
+            raise RequestError(f"a structure has {found}: expected one of {', '.join(_NAMES)}")
         space, known = self.whitespace, get_args(Whitespace)
         require(isinstance(space, str) and space in known, "whitespace", space, f"one of {', '.join(known)}")
         if self.choice is not None:
@@ -102,9 +101,7 @@ class Structure:
 
     def parsed(self, text: str) -> Any:
         """What a complete text says: of JSON the value, or an instance of the class that was given; else the text.
-
-        Checks of that class's own may raise. RequestError for a text that is not complete.
-        """
+        Checks of that class's own may raise. RequestError for a text that is not complete."""
         if not self.is_complete(text):
             raise RequestError(f"the text {shown(text)} is not complete: expected {self.name[4:] or 'JSON'} fulfilled")
         if not self.is_json:

@@ -56,9 +56,8 @@ class Grammar:
         self.generation = 0
         #: Masks, and the first `MOST_FORCED` forced tokens, by the tokens before: llguidance has no name for a state.
         #: Different answers and the trees of different rounds share them.
-        self.masks: RecentlyUsed[tuple[int, ...], np.ndarray] = RecentlyUsed(
-            max(1, MASK_BYTES // self.ending_mask.nbytes)
-        )
+        most = max(1, MASK_BYTES // self.ending_mask.nbytes)
+        self.masks: RecentlyUsed[tuple[int, ...], np.ndarray] = RecentlyUsed(most)
         self.forced: RecentlyUsed[tuple[int, ...], list[int]] = RecentlyUsed(FORCED_PLACES)
 
     def matcher(self) -> tuple[LLMatcher, int]:
@@ -280,10 +279,8 @@ class GrammarVocabulary:
         return cls(LLTokenizer(named, n_vocab=size, eos_token=ends), size, ends, definition)
 
     def constraint_for(self, grammar: str, what: str = "the structure") -> GrammarConstraint:
-        """The rules of a grammar (`Structure.grammar_text`), which errors call `what`.
-
-        Raises RequestError for a grammar that cannot be compiled, or that no answer could begin.
-        """
+        """The rules of a grammar (`Structure.grammar_text`), which errors call `what`. Raises RequestError for a
+        grammar that cannot be compiled, or that no answer could begin."""
         return GrammarConstraint(self.compiled(grammar, what))
 
     def compiled(self, grammar: str, what: str = "the structure") -> Grammar:
@@ -317,9 +314,8 @@ class GrammarVocabulary:
             raise RequestError(f"{what} cannot be begun by any answer, or takes too much work: {error}") from error
         seconds = time.thread_time() - began
         if seconds > COMPILE_SECONDS:
-            raise RequestError(
-                f"{what} took {seconds:.1f} seconds to compile, of {COMPILE_SECONDS:g}: ask for a simpler one"
-            )
+            taken = f"{seconds:.1f} seconds to compile, of {COMPILE_SECONDS:g}"
+            raise RequestError(f"{what} took {taken}: ask for a simpler one")
         return compiled
 
 
@@ -332,11 +328,8 @@ def matcher_error(matcher: LLMatcher) -> str:
 
 
 class _NamesAsText:
-    """A tokenizer as llguidance takes one, in which only `special` tokens are known by their ids alone.
-
-    Forced text is spelled as the model's tokenizer spells it, but for names of special tokens: their text is no such
-    token.
-    """
+    """A tokenizer as llguidance takes one, in which only `special` tokens are known by their ids alone. Forced text is
+    spelled as the model's tokenizer spells it, but for names of special tokens: their text is no such token."""
 
     bos_token_id = None
 

@@ -37,10 +37,8 @@ def reasoning_state(
     tokenizer: Tokenizer, marks: ReasoningMarks | None, prompt_ids: Sequence[int], continued: str | None = None
 ) -> ReasoningState:
     """How reasoning stands behind a prompt: open or closed where nothing but whitespace follows a mark at its end, and
-    closed for a model without `marks`.
-
-    Of a message that the model goes on with, `continued`, its last mark decides, wherever that is.
-    """
+    closed for a model without `marks`. Of a message that the model goes on with, `continued`, its last mark decides,
+    wherever that is."""
     if marks is None:
         return "closed"
     if continued is not None:

@@ -49,10 +49,7 @@ _COUNTS = [("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties
 
 
 def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
-    """The schema with enforced keywords alone; RequestError names what is wrong or would not be enforced, and where.
-
-    `steps` are those that the walks may take.
-    """
+    """The schema with enforced keywords alone, in so many `steps`; RequestError names what is wrong or not enforced."""
     schema = _copied(schema)
     require(isinstance(schema, (dict, bool)), "a JSON schema", schema, "an object, as in {'type': 'object'}")
     if schema is False:
@@ -209,11 +206,9 @@ class _Walk:
             ending |= more
         for here, reference in self._references:
             if reference not in ending and targets[reference] is not False:
-                raise schema_error(
-                    here,
-                    f"leads back to {reference} for ever: no value of it ever ends",
-                    "a way out, such as an optional property or an alternative without the $ref",
-                )
+                found = f"leads back to {reference} for ever: no value of it ever ends"
+                way_out = "a way out, such as an optional property or an alternative without the $ref"
+                raise schema_error(here, found, way_out)
 
     def target(self, reference: str) -> Any:
         """The subschema that a $ref leads to, walked now where nothing led there; None where there is none."""
@@ -281,11 +276,9 @@ class _Walk:
                         continue
                     place_of = bisect_right(others, bound) if sign > 0 else bisect_left(others, bound) - 1
                     if 0 <= place_of < len(others) and abs(others[place_of] - bound) < 1:
-                        raise schema_error(
-                            f"{place}/{keyword}",
-                            f"is {bound}, with another bound less than 1 away, and {bound} itself would get through",
-                            "a bound that is no whole number, such as 0.001 for above 0, or one that may be reached",
-                        )
+                        found = f"is {bound}, with another bound less than 1 away, and {bound} itself would get through"
+                        other = "a bound that is no whole number, such as 0.001 for above 0, or one that may be reached"
+                        raise schema_error(f"{place}/{keyword}", found, other)
 
 
 def _is_dead_end(names: list[str], patterns: dict[str, Any]) -> bool:
@@ -329,8 +322,7 @@ def _within(value: Any, name: str) -> Any:
 
 
 def _write_format(enforced: dict[str, Any]) -> list[Any]:
-    """Write a format as its pattern, and leave out what is an annotation. A pattern beside it is one of what is
-    returned."""
+    """Write a format as its pattern, or leave it out as an annotation; a pattern that was beside it is returned."""
     name = enforced.pop("format", None)
     if name not in FORMATS:
         return []
@@ -372,12 +364,8 @@ def _check_bounds(schema: dict[str, Any], place: str) -> None:
     if len(required) > schema.get("maxProperties", inf):
         raise schema_error(place, f"requires {len(required)} properties, more than maxProperties", "fewer of them")
     if schema.get("minProperties", 0) > len(required) + 1:
-        raise schema_error(
-            f"{place}/minProperties",
-            f"is {schema['minProperties']}, which would not be enforced (one key may be written twice)",
-            "at most one more than there are required properties",
-        )
+        found = f"is {schema['minProperties']}, which would not be enforced (one key may be written twice)"
+        raise schema_error(f"{place}/minProperties", found, "at most one more than there are required properties")
     if schema.get("items") is False and schema.get("minItems", 0) > len(schema.get("prefixItems", ())):
-        raise schema_error(
-            place, f"has minItems {schema['minItems']}, but no items behind prefixItems", "fewer of them"
-        )
+        found = f"has minItems {schema['minItems']}, but no items behind prefixItems"
+        raise schema_error(place, found, "fewer of them")

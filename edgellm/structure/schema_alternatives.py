@@ -46,8 +46,7 @@ class Alternatives:
         return first
 
     def _narrowed(self, first: Any, second: Any) -> dict[str, Any] | None:
-        """The objects of a schema without a property that the second one requires, or with one that has other values
-        there; None where there is no such property."""
+        """The objects of a schema without a property that the second requires, or with other values there; or None."""
         one, other = self._facts_of(first), self._facts_of(second)
         if not one.schema or "object" not in one.types:
             return None
@@ -113,12 +112,9 @@ class Alternatives:
         if one.values is not None and other.values is not None:
             apart = one.values.isdisjoint(other.values)
         else:
-            apart = not types or (
-                types == {"object"}
-                and any(
-                    self._told_apart(one.property(name), other.property(name), tried, depth + 1)
-                    for name in one.required | other.required
-                )
+            names = one.required | other.required if types == {"object"} else {}
+            apart = not types or any(
+                self._told_apart(one.property(name), other.property(name), tried, depth + 1) for name in names
             )
         apart = apart or any(
             every(self._told_apart(each, beside, tried, depth + 1) for each in facts.schema[keyword])
@@ -139,12 +135,9 @@ class Alternatives:
             else:
                 values = named_values(resolved)
                 self._steps.take(1 + len(values or ()) // 8)
-                facts = _Facts(
-                    None if values is None else frozenset(map(_tagged, values)),
-                    allowed_types(resolved),
-                    dict.fromkeys(resolved.get("required", ())),
-                    resolved,
-                )
+                tagged = None if values is None else frozenset(map(_tagged, values))
+                required = dict.fromkeys(resolved.get("required", ()))
+                facts = _Facts(tagged, allowed_types(resolved), required, resolved)
             self._facts[id(schema)] = schema, facts
         return self._facts[id(schema)][1]
 

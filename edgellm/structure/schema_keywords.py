@@ -190,8 +190,7 @@ _WRITTEN = {
 
 
 def check_pattern(pattern: Any, here: str) -> str:
-    """A pattern as masks take it. What means something else elsewhere is refused: JSON Schema's patterns are
-    JavaScript's, masks have Rust's."""
+    """A pattern as masks take it. What JavaScript, whose patterns these are, and Rust read otherwise is refused."""
     require_valid(isinstance(pattern, str), here, pattern, "a regular expression")
     pattern = _WRITTEN.get(pattern, pattern)
     try:

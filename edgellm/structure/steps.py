@@ -36,10 +36,8 @@ def folded(
     recurring: Value,
     key: Callable[[Node], Hashable] = id,
 ) -> list[Value]:
-    """The value of each node, from those of the nodes that follow it, each computed once, without recursion.
-
-    `value` gets a node and what says the value of one that follows: `recurring` where that leads back to the node.
-    """
+    """The value of each node, from those of the nodes that follow it, each computed once, without recursion. `value`
+    gets a node and what says the value of one that follows: `recurring` where that leads back to the node."""
     nodes = list(nodes)
     known: dict[Hashable, Value] = {}
     for first in nodes:

@@ -1,8 +1,6 @@
-"""Grammars tried in a process of their own, which can be ended: what compiling costs is known only when it is done.
-
-A server gives its `check` to `try_apart`. Each grammar is then compiled by the child before it is compiled here; one
-that ends the child, by its memory, its time or its depth, is an error of the request, and the child is made anew.
-"""
+"""Grammars tried in a process of their own, which can be ended: what compiling costs is known only when it is done. A
+server gives its `check` to `try_apart`. A grammar that ends the child, by its memory, its time or its depth, is an
+error of the request, and the child is made anew."""
 
 from __future__ import annotations
 
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 TRIAL_SECONDS, TRIAL_BYTES = 2, 512 * 2**20
 #: The child answers, or has started and read a tokenizer, within so many seconds by the clock.
 _CLOCK_SECONDS, _START_SECONDS = 20, 120
-#: So many answers are remembered.
-_MOST_ANSWERS = 4096
 
 
 class TrialProcess:
@@ -44,7 +40,7 @@ class TrialProcess:
         #: What the child calls the vocabularies that it was told of; None is that of single bytes.
         self._defined: dict[Definition | None, int] = {}
         #: The error of each grammar, "" for none.
-        self._answers: RecentlyUsed[tuple[Definition | None, str, bytes], str] = RecentlyUsed(_MOST_ANSWERS)
+        self._answers: RecentlyUsed[tuple[Definition | None, str, bytes], str] = RecentlyUsed(4096)
         self._lock = threading.Lock()
 
     def check(self, definition: Definition | None, grammar: str, what: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 from edgellm.errors import RequestError
 
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+_UNIONS = (Union, types.UnionType)
 
 
 def has_fields(value: Any) -> bool:
@@ -58,7 +59,7 @@ class TypeSchemas:
             return {"type": "array", **({"items": self.of(arguments[0], place)} if arguments else {})}
         if origin is dict and (not arguments or arguments[0] is str):
             return {"type": "object", **({"additionalProperties": self.of(arguments[1], place)} if arguments else {})}
-        if _is_union(hint):
+        if get_origin(hint) in _UNIONS:
             return {"anyOf": [self.of(each, place) for each in arguments]}
         if _fields(hint) is not None:
             return self._definition(hint)
@@ -101,7 +102,7 @@ def typed_value(hint: Any, value: Any) -> Any:
         return [typed_value(arguments[0], each) for each in value]
     if get_origin(hint) is dict and arguments:
         return {name: typed_value(arguments[1], each) for name, each in value.items()}
-    if _is_union(hint):
+    if get_origin(hint) in _UNIONS:
         return typed_value(next((each for each in arguments if _fits(each, value)), Any), value)
     if _is_enum(hint):
         return hint(value)
@@ -116,7 +117,7 @@ def _fits(hint: Any, value: Any) -> bool:
     origin, arguments, fields = get_origin(hint) or hint, get_args(hint), _fields(hint)
     if hint in _PLAIN:
         return type(value) is hint or (hint is float and type(value) is int)
-    if _is_union(hint):
+    if get_origin(hint) in _UNIONS:
         return any(_fits(each, value) for each in arguments)
     if origin is Literal or _is_enum(hint):
         allowed = arguments if origin is Literal else [member.value for member in hint]
@@ -146,10 +147,6 @@ def _fields(cls: Any) -> dict[str, bool] | None:
     missing = dataclasses.MISSING
     fields = [field for field in dataclasses.fields(cls) if field.init]
     return {field.name: field.default is missing and field.default_factory is missing for field in fields}
-
-
-def _is_union(hint: Any) -> bool:
-    return get_origin(hint) in (Union, types.UnionType)
 
 
 def _is_enum(hint: Any) -> bool:

@@ -1,5 +1,4 @@
-"""The marks of models that write messages in channels, each behind a header, as gpt-oss does ("harmony"); see
-`edgellm.tool_calls.harmony`."""
+"""The marks of models that write messages in channels, as gpt-oss does: see `edgellm.tool_calls.harmony`."""
 
 from __future__ import annotations
 

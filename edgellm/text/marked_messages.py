@@ -17,11 +17,8 @@ WriteCalls = Callable[[Sequence[Any]], str]
 
 
 class EarlierCalls:
-    """Puts the calls of messages behind their text where the template has no place for them.
-
-    The template gets marks in their place. So the calls' own marks become special tokens as if the template had written
-    them, and text of the arguments does not.
-    """
+    """Puts the calls of messages behind their text where the template has no place for them: it gets marks there. So
+    the calls' own marks become special tokens, and text of the arguments does not."""
 
     def __init__(self, values: dict[str, Any], write: WriteCalls | None, template: ChatTemplate) -> None:
         """`values` is all that the template is given, its `messages` as it takes them; the `values` of this object are
@@ -52,11 +49,8 @@ class EarlierCalls:
 
 
 class FinalMessage:
-    """The last message of a conversation, an assistant's, which the model is to go on with.
-
-    A mark is written behind its text, with a space that tells whether the template trims messages. What is rendered is
-    cut there, and ends with the text.
-    """
+    """The last message of a conversation, an assistant's, which the model is to go on with. A mark behind its text says
+    where what is rendered is cut, and a space behind that whether the template trims messages."""
 
     def __init__(self, message: dict[str, Any], texts: Sequence[str]) -> None:
         """`message` was checked; `texts` are all that the template is given."""
@@ -79,9 +73,7 @@ class FinalMessage:
 
     def cut(self, rendered: str, marked: dict[str, Any]) -> str:
         """A rendered conversation up to the end of the message's text; `marked` is the message as the template saw it.
-
-        Raises RequestError where the text does not stand there.
-        """
+        Raises RequestError where the text does not stand there."""
         content = marked["content"]
         text = next(each for each in shown_texts(content) if self._mark in each).split(self._mark)[0]
         kept, mark, rest = rendered.rpartition(self._mark)

@@ -109,12 +109,7 @@ MEDIA_PARTS |= dict.fromkeys(("audio", "audio_url", "input_audio"), "audio")
 MEDIA_PARTS |= dict.fromkeys(("video", "video_url"), "video")
 #: The kinds of what requests have beside a prompt, by the names of their fields.
 KINDS = {"images": "image", "audio": "audio", "video": "video"}
-#: By kind, where a part may have what it shows: the key, and whether it is a URL or a path; and how to write it.
-_SOURCES = {
-    "image": (("image", False), ("path", True), ("url", True), ("image_url", True)),
-    "audio": (("audio", False), ("path", True), ("url", True), ("audio_url", True), ("input_audio", False)),
-    "video": (("video", False), ("path", True), ("url", True), ("video_url", True)),
-}
+#: By kind, how a part is written that shows it.
 _EXAMPLES = {
     "image": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,... or a path"}} and '
     '{"type": "image", "image": a path, bytes, a Pillow image or an array}',
@@ -159,13 +154,11 @@ def media_kind(part: Any) -> str | None:
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a message is an image."""
     return media_kind(part) == "image"
 
 
 def show_media(messages: Sequence[Any], *kinds: str) -> bool:
-    """Whether any of some messages, which need not be well-formed, shows a piece of these kinds of media; of any kind
-    where none is named."""
+    """Whether any of some messages, well-formed or not, shows media of these kinds; without any, of any."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     shown = {media_kind(part) for content in contents if isinstance(content, list) for part in content} - {None}
     return bool(shown.intersection(kinds) if kinds else shown)
@@ -173,13 +166,14 @@ def show_media(messages: Sequence[Any], *kinds: str) -> bool:
 
 def media_of_part(part: dict[str, Any], kind: str, what: str) -> MediaReference:
     """What a part of that kind shows; RequestError where it has nothing, or several."""
-    given = [(key, is_url) for key, is_url in _SOURCES[kind] if part.get(key) is not None]
+    keys = (kind, "path", "url", f"{kind}_url", *(["input_audio"] if kind == "audio" else []))
+    given = [key for key in keys if part.get(key) is not None]
     if len(given) != 1:
         raise RequestError(
             f"{what} is of type {part['type']!r} and has {f'several {kind}s' if given else f'no {kind}'}: expected one "
             f"of {_EXAMPLES[kind]}"
         )
-    key, is_url = given[0]
+    key, is_url = given[0], given[0] in keys[1:4]
     source = part[key]
     if key == "input_audio":
         data = source.get("data") if isinstance(source, dict) else None
@@ -204,15 +198,13 @@ def media_of_messages(messages: Sequence[dict[str, Any]]) -> list[MediaReference
 
 
 def media_of_prompt(kind: str, pieces: Sequence[Any]) -> list[MediaReference]:
-    """The pieces of a kind of a prompt without messages: each as `read_image` or `heard` takes it, a URL, or a
-    part of a message."""
-    named = [(piece, f"{kind} {number}") for number, piece in enumerate(pieces, 1)]
-    return [
-        media_of_part(each, kind, name)
-        if media_kind(each) == kind
-        else MediaReference(each, isinstance(each, str), "RGB", name, kind)
-        for each, name in named
-    ]
+    """The pieces of a kind of a prompt: each as `read_image` or `heard` takes it, a URL, or a part of a message."""
+    found = []
+    for number, piece in enumerate(pieces, 1):
+        name = f"{kind} {number}"
+        reference = MediaReference(piece, isinstance(piece, str), "RGB", name, kind)
+        found.append(media_of_part(piece, kind, name) if media_kind(piece) == kind else reference)
+    return found
 
 
 def part_name(message_number: int, part_number: int, message: dict[str, Any]) -> str:
@@ -241,8 +233,8 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def checked_variables(variables: Any) -> dict[str, Any]:
-    """A copy of a chat template's own variables, such as {"enable_thinking": False}; raises RequestError that names the
-    variable. Values are as JSON has them."""
+    """A copy of a chat template's own variables, values as JSON has them; raises RequestError that names the
+    variable."""
     if variables is None:
         return {}
     require_kind(isinstance(variables, Mapping), "template_variables", variables, "values by name, or None")
@@ -257,8 +249,8 @@ def checked_variables(variables: Any) -> dict[str, Any]:
 
 
 def require_tools_shown(tools: Sequence[Mapping[str, Any]] | None, names: frozenset[str], origin: str) -> None:
-    """Raise RequestError for tools of which the chat template of `origin`, which reads the variables `names`, would
-    tell the model nothing."""
+    """RequestError for tools of which the chat template of `origin`, which reads the variables `names`, tells
+    nothing."""
     if tools and "tools" not in names:
         raise RequestError(
             f"tools are given, but the chat template of {origin} never reads them, so that the model would not know of "
@@ -296,9 +288,8 @@ def _checked_function(function: dict[str, Any], place: str) -> dict[str, Any]:
         if key in function:
             require_kind(isinstance(function[key], kind), f"{place}.{key}", function[key], expected)
     if not function.get("name"):
-        raise RequestError(
-            f"{place}.name is {'empty' if 'name' in function else 'missing'}: expected a function's name"
-        )
+        found = "empty" if "name" in function else "missing"
+        raise RequestError(f"{place}.name is {found}: expected a function's name")
     return function
 
 
@@ -357,9 +348,7 @@ def check_encodable(text: str, what: str) -> None:
 
 def unsplit_parts(content: Any, pattern: re.Pattern[str]) -> Any:
     """A message's content; where neighbouring text parts would together make a special token's text, they are one part.
-
-    Templates write the parts of a message one after the other, where each by itself shows no such text.
-    """
+    Templates write the parts of a message one after the other, where each by itself shows no such text."""
     if not isinstance(content, list):
         return content
     found: list[dict[str, Any]] = []

@@ -168,9 +168,7 @@ LONGEST_CHARACTER = 4
 
 def byte_level_characters() -> dict[str, int]:
     """Byte-level BPE's alphabet: the character that stands for each byte (Radford et al. 2019, GPT-2's encoder).
-
-    Printable characters of Latin-1 stand for themselves, the 68 other bytes for U+0100 and up, in order.
-    """
+    Printable characters of Latin-1 stand for themselves, the 68 other bytes for U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -186,8 +184,7 @@ class TokenPiece(NamedTuple):
 
 
 class TokenText(dict[int, TokenPiece]):
-    """What each token of a tokenizer is: bytes (byte-level BPE), one byte (byte fallback), text, or nothing. A token is
-    looked up when it is first asked for."""
+    """What each token is, found when asked for: bytes (byte-level BPE), one byte (byte fallback), text, or nothing."""
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int]) -> None:
         """`skipped_ids` are the special tokens, which show no text unless asked for."""
@@ -213,7 +210,6 @@ class TokenText(dict[int, TokenPiece]):
         return bytes([int(match[1], 16)]) if match else None
 
     def decode(self, token_ids: list[int]) -> str:
-        """The tokenizer's own decoding of a few tokens."""
         return decoded_ids(self.tokenizer, token_ids)
 
 

@@ -18,8 +18,6 @@ from edgellm.text.messages import SYSTEM_ROLES, show_media, shown_texts
 from edgellm.text.template_budget import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
 from edgellm.text.template_trials import TOOL, TemplateTrials
 
-#: The folder of a model's further templates.
-ADDITIONAL = "additional_chat_templates"
 #: Roles that a model's files give to special tokens, and what these are in a trial: some templates fail without.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TRIAL_TOKENS = {name: f"<{name.removesuffix('_token')}>" for name in NAMED_TOKENS}
@@ -71,7 +69,7 @@ class ChatTemplate:
         elif tokenizer_config.get("chat_template") is not None:
             origin = directory / "tokenizer_config.json"
             sources = _sources(tokenizer_config["chat_template"], origin)
-        named = [path for path in sorted((directory / ADDITIONAL).glob("*.jinja")) if path.is_file()]
+        named = [path for path in sorted((directory / "additional_chat_templates").glob("*.jinja")) if path.is_file()]
         sources |= {path.stem: cls.from_file(path).sources["default"] for path in named}
         return None if origin is None and not named else cls(sources, str(origin or directory))
 
@@ -82,11 +80,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text of `values["messages"]`; every failure is a `TemplateError` that says where and why.
-
-        `values` may hold `tools`, `documents` and whatever else the template knows; `special_tokens` are `bos_token`
-        and so on, as text.
-        """
+        """The text of `values["messages"]`; every failure is a `TemplateError` that says where and why. `values` may
+        hold `tools`, `documents` and whatever else the template knows; `special_tokens` are `bos_token` and so on, as
+        text."""
         name = self._name(bool(values.get("tools")))
         variables = {**(special_tokens or {}), "tools": None, "documents": None, **values}
         variables["add_generation_prompt"] = add_generation_prompt
@@ -120,10 +116,8 @@ class ChatTemplate:
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """The names of the variables that a template of these reads, `messages` and the like among them.
-
-        Raises TemplateError where one cannot be compiled.
-        """
+        """The names of the variables that a template of these reads, `messages` and the like among them. Raises
+        TemplateError where one cannot be compiled."""
         import jinja2.meta
 
         found: set[str] = set()
@@ -142,9 +136,8 @@ class ChatTemplate:
     def _name(self, with_tools: bool) -> str:
         name = "tool_use" if with_tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
-            raise TemplateError(
-                f"{self.origin} has the chat templates {', '.join(sorted(self.sources))}, but none named 'default'"
-            )
+            names = ", ".join(sorted(self.sources))
+            raise TemplateError(f"{self.origin} has the chat templates {names}, but none named 'default'")
         return name
 
     def trials(self, with_tools: bool = False) -> TemplateTrials:
@@ -238,10 +231,8 @@ def _fitted_call(call: Any, trials: TemplateTrials) -> Any:
 
 
 def plain_values(value: Any) -> Any:
-    """`value` rebuilt of plain text, numbers, lists and dictionaries, so that a template meets no other object.
-
-    Raises TypeError for what is none of these.
-    """
+    """`value` rebuilt of plain text, numbers, lists and dictionaries, so that a template meets no other object. Raises
+    TypeError for what is none of these."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, dict):

@@ -79,11 +79,8 @@ class Budget:
             check(value.bit_length(), _LARGEST_INTEGER, "makes or uses an integer of more than {} bits")
 
     def take(self, value: Any) -> Any:
-        """Pay for a value that was made, and return it; what comes item by item becomes a list.
-
-        Text is paid for, and the places in a list or dictionary with the text in them; what else is in there was paid
-        for when it was made.
-        """
+        """Pay for a value that was made, and return it; what comes item by item becomes a list. Of a list or dictionary
+        the places and the text in them are paid for: what else is in there was when it was made."""
         if isinstance(value, str):
             self.check_size(len(value))
             self.spend(sys.getsizeof(value))

@@ -46,7 +46,6 @@ def as_text(value: Any) -> str:
 
 
 def printed(value: Any) -> str:
-    """`value` as a template prints it."""
     if type(value) is str:
         return value
     current_budget.get().measure(value)
@@ -99,8 +98,7 @@ _COMPARISONS: dict[str, Function] = {
 
 
 def compare(value: Any, names: Sequence[str], others: Sequence[Any]) -> Any:
-    """`value names[0] others[0] names[1] others[1] ...`, as in `a < b < c`, by jinja2's names; all are computed
-    before."""
+    """`value names[0] others[0] names[1] others[1] ...`, as in `a < b < c`, by jinja2's names, of computed values."""
     result = True
     for name, other in zip(names, others, strict=True):
         if not (type(value) is str and type(other) is str and len(other) < _SHORT):

@@ -66,8 +66,8 @@ class _Namespace(Namespace):
 
 
 class _Language(Extension):
-    """Bounds how many words and signs a template has, and takes `{% generation %}`, which marks what the model wrote
-    for training and changes nothing here."""
+    """Bounds the words and signs of a template, and takes `{% generation %}`, which is for training and changes
+    nothing."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own protocol)
 

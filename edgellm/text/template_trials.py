@@ -53,8 +53,7 @@ class TemplateTrials:
 
     @cached_property
     def wants_parts(self) -> bool:
-        """Whether a message must be a list of parts for its text to be written, as some templates of models that take
-        images have it."""
+        """Whether a message must be a list of parts for its text to be written."""
         as_text, as_parts = (
             self._render([{"role": "user", "content": content}], False) or "" for content in (_WORDS[0], _parts(1))
         )
@@ -120,8 +119,7 @@ class TemplateTrials:
 
     @cached_property
     def tests_for_none(self) -> bool:
-        """Whether the template tells None, as the content beside tool calls, from empty text, rather than failing on it
-        or printing it."""
+        """Whether the template tells None beside tool calls from empty text, and neither fails on it nor prints it."""
         differs = False
         for messages in _CALLS:
             with_text, with_none = (self._render(_with_content(messages, 1, content), True) for content in ("", None))

@@ -30,6 +30,7 @@ from edgellm.text.token_sizes import TokenSizes
 _IDS = 2**32
 #: The second supplementary private use area of Unicode, for anchors.
 ANCHORS = range(0x100000, 0x10FFFE)
+WriteImages = Callable[[str, Sequence[bool]], str]
 
 
 class Tokenizer:
@@ -54,8 +55,9 @@ class Tokenizer:
         self.chat_template = chat_template
         #: The kinds of media that messages may show: one marker for each piece, where the template puts it.
         self.media: Collection[str] = ()
-        #: Writes out the marker that the chat template has for an image, where that is not the image's token.
-        self.write_images: Callable[[str], str] = str
+        #: Writes out the marker that the chat template has for an image, where that is not the image's token, by
+        #: whether crops of each image are shown beside it (none said: of no image).
+        self.write_images: WriteImages = lambda text, cropped: text
         #: Whether a raw prompt begins with what the tokenizer puts around a text: not where `write_images` writes that.
         self.begins_prompts = True
         #: Writes calls of earlier answers where the chat template does not; None leaves them out.
@@ -66,9 +68,8 @@ class Tokenizer:
         missing = [text for text in named if text not in special and tokenizer.token_to_id(text) is not None]
         if missing:
             tokenizer.add_special_tokens(missing)
-        self._special = {
-            token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token_id: token for token_id, token in added.items() if token.special}
         self._special_pattern = _pattern(token.content for token in self._special.values())
         self._matched_after_normalizing = any(token.normalized for token in self._special.values())
         self.special_token_ids = frozenset(self._special)
@@ -85,19 +86,15 @@ class Tokenizer:
                 "the model (convert a tokenizer.model with transformers: AutoTokenizer.from_pretrained(...)"
                 ".save_pretrained(...))"
             )
-        parsed = (
-            read_tokenizer(path, EngineDirectoryError)
-            if vocab_size is None
-            else check_tokenizer_file(path, vocab_size, EngineDirectoryError)
-        )
+        if vocab_size is None:
+            parsed = read_tokenizer(path, EngineDirectoryError)
+        else:
+            parsed = check_tokenizer_file(path, vocab_size, EngineDirectoryError)
         config = read_json_object(directory / "special_tokens_map.json")
         config |= read_json_object(directory / "tokenizer_config.json")
-        return cls(
-            parsed,
-            {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None},
-            _additional_special_tokens(config, directory),
-            ChatTemplate.from_directory(directory, config),
-        )
+        named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+        additional = _additional_special_tokens(config, directory)
+        return cls(parsed, named, additional, ChatTemplate.from_directory(directory, config))
 
     @property
     def vocab_size(self) -> int:
@@ -145,6 +142,7 @@ class Tokenizer:
         self,
         messages: Sequence[dict[str, Any]],
         capacity: int | None = None,
+        cropped: Sequence[bool] = (),
         /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -157,7 +155,7 @@ class Tokenizer:
         Messages have a `role` and a `content` (text, or a list of parts); no text in them becomes a special token.
         `variables` are handed to the template as they are (`enable_thinking=False`). With `continue_final_message` the
         last message, an assistant's, is not closed: the ids end with its text. Raises RequestError where the template
-        does not write that out. `capacity` is that of `encode`.
+        does not write that out. `capacity` is that of `encode`, `cropped` that of `write_images`.
         """
         require_kind(isinstance(tools, (list, tuple, type(None))), "tools", tools, "a list of tools, or None")
         checked = checked_messages(messages, self.media)
@@ -179,14 +177,11 @@ class Tokenizer:
         except RecursionError as error:
             raise RequestError("messages, tools or variables are nested too deeply, or hold themselves") from error
         calls = EarlierCalls(given, self.write_calls, template)
-        rendered = calls.put_into(
-            template.render(
-                calls.values, self.special_tokens, add_generation_prompt=add_generation_prompt and final is None
-            )
-        )
+        begins = add_generation_prompt and final is None
+        rendered = calls.put_into(template.render(calls.values, self.special_tokens, add_generation_prompt=begins))
         if final is not None:
             rendered = final.cut(rendered, given["messages"][-1])
-        rendered = self.write_images(rendered)
+        rendered = self.write_images(rendered, cropped)
         self._check_size(disguise.undo(rendered), capacity)
         if disguise.is_needed or self._matched_after_normalizing:
             return self._anchored.encode(rendered, disguise)

@@ -35,8 +35,7 @@ class OngoingConversation:
 
 
 class Dropped(NamedTuple):
-    """What left a conversation before an answer: so many turns, of so many messages in all, its system messages apart,
-    which stay."""
+    """What left a conversation before an answer: turns, and messages in all; system messages stay."""
 
     turns: int = 0
     messages: int = 0
@@ -120,8 +119,7 @@ def turns_to_drop(
 
 
 def _fewest(prompt_tokens: Callable[[int], int], sizes: Sequence[float], goal: int) -> int:
-    """The fewest turns, or a few more, without which a prompt has up to `goal` tokens. As many as can leave are enough
-    for that, and none are too few."""
+    """The fewest turns, or a few more, without which a prompt has up to `goal` tokens: some, and fewer than all."""
     low, high, guesses = 0, len(sizes) - 1, 0
     while high - low > 1 and prompt_tokens(high) < _NEAR * goal:
         leaving = list(accumulate(sizes[low:high]))

@@ -17,7 +17,9 @@ from edgellm.text.channels import begins_message, harmony_ids
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import HARMONY, ToolFormat, taught_format, tool_format
 from edgellm.tool_calls.harmony import HarmonyReader
+from edgellm.tool_calls.harmony_rules import harmony_constraint
 from edgellm.tool_calls.reader import ToolReader
+from edgellm.tool_calls.rules import call_constraint
 from edgellm.tool_calls.values import is_object
 
 if TYPE_CHECKING:
@@ -71,18 +73,20 @@ class ToolCalling:
         structure: Structure | None = None,
     ) -> tuple[ToolReader | HarmonyReader, RulesOfCalls | None] | tuple[None, None]:
         """The reader of the answer to a prompt, and what makes its rules; None where no call is to be read of it, and
-        the model does not write in channels.
-
-        `continued` is the text of the message that the model goes on with; an answer that calls nothing has the
-        `structure`. Raises RequestError where a call is required of a model whose template teaches none.
-        """
+        the model does not write in channels. `continued` is the text of the message that the model goes on with; an
+        answer that calls nothing has the `structure`. Raises RequestError where a call is required of a model whose
+        template teaches none."""
         calls = choice is not None and choice.mode != "none"
         ids = harmony_ids(self._tokenizer)
         if ids is not None and (continued is not None or begins_message(self._tokenizer, ids, prompt_ids)):
             if calls and structure is not None:
                 raise RequestError("this model writes calls and text in channels: ask for a structure, or for tools")
             reader = HarmonyReader(choice.schemas if choice and calls else {}, ids, in_text=continued is not None)
-            return reader, partial(_harmony, choice, ids) if choice and calls else None
+            if choice is None or not calls:
+                return reader, None
+            return reader, partial(
+                _constraint, lambda tokens: harmony_constraint(choice, tokens, ids), choice.mode == "required"
+            )
         if choice is None or not calls:
             return None, None
         found = self.format()
@@ -99,7 +103,11 @@ class ToolCalling:
         marks = reasoning_marks(self._tokenizer)
         state = reasoning_state(self._tokenizer, marks, prompt_ids, continued)
         own = ToolReader(found, choice.schemas, marks, state, hidden, structure is not None)
-        return own, partial(_constraint, found, choice, own_ids, structure)
+
+        def make(tokens: GrammarVocabulary) -> TokenConstraint:
+            return call_constraint(found, choice, tokens, own_ids, structure)
+
+        return own, partial(_constraint, make, choice.mode == "required" or structure is not None)
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
@@ -110,34 +118,14 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constraint(
-    found: ToolFormat,
-    choice: ToolChoice,
-    mark_ids: dict[str, int],
-    structure: Structure | None,
-    vocabulary: Callable[[], GrammarVocabulary],
+    make: Callable[[GrammarVocabulary], TokenConstraint], is_needed: bool, vocabulary: Callable[[], GrammarVocabulary]
 ) -> TokenConstraint | None:
     """The rules; None where a model may call or not, and grammars cannot read its tokenizer."""
-    from edgellm.tool_calls.rules import call_constraint  # llguidance is loaded for requests that need it
-
-    tokens = _tokens(choice.mode == "required" or structure is not None, vocabulary)
-    return None if tokens is None else call_constraint(found, choice, tokens, mark_ids, structure)
-
-
-def _harmony(
-    choice: ToolChoice, ids: dict[str, int], vocabulary: Callable[[], GrammarVocabulary]
-) -> TokenConstraint | None:
-    """The same of a model that writes in channels."""
-    from edgellm.tool_calls.harmony_rules import harmony_constraint
-
-    tokens = _tokens(choice.mode == "required", vocabulary)
-    return None if tokens is None else harmony_constraint(choice, tokens, ids)
-
-
-def _tokens(are_needed: bool, vocabulary: Callable[[], GrammarVocabulary]) -> GrammarVocabulary | None:
     try:
-        return vocabulary()
+        tokens = vocabulary()
     except RequestError as error:
-        if are_needed:
+        if is_needed:
             raise
         logger.warning("calls of tools are not enforced: %s", error)
         return None
+    return make(tokens)

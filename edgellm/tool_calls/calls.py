@@ -81,9 +81,8 @@ def shown_calls(deltas: Iterable[ToolCallDelta], calls: Sequence[ToolCall]) -> t
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What a request wants of its tools: `mode` is one of `CHOICES`; `schemas` are the enforced schemas of arguments,
-    an object each, by the names of the tools that may be called, the one that was named or all; with `parallel` there
-    may be several calls in one answer."""
+    """What a request wants of its tools: `mode` is one of `CHOICES`; `schemas` are the enforced schemas of arguments by
+    the names of the tools that may be called; with `parallel` there may be several calls in one answer."""
 
     mode: str
     schemas: Mapping[str, Any]
@@ -114,10 +113,8 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
             raise RequestError(f"{what}, as that of tools[{places[found]}]: expected a name of its own")
         places[found] = place
     if name is not None and name not in places:
-        raise RequestError(
-            f"tool_choice names the tool {shown(name)}, which the request has not"
-            f"{did_you_mean(name, [*CHOICES, *sorted(places)])}"
-        )
+        hint = did_you_mean(name, [*CHOICES, *sorted(places)])
+        raise RequestError(f"tool_choice names the tool {shown(name)}, which the request has not{hint}")
     mode = choice or "auto" if name is None else "required"
     schemas: dict[str, Any] = {}
     if mode != "none":

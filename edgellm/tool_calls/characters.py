@@ -163,11 +163,9 @@ class CharacterReader:
             raise Broken(f"a call has an argument that cannot be read ({error})") from error
 
     def _python_string(self, quote: str, is_inner: bool) -> Characters:
-        """The value of a string behind its first quote; `is_inner`: it is part of a list or an object.
-
-        Line ends may stand in it as they are. A quote ends it where what follows may follow a string: templates write
-        text with quotes in it as it is, and so do models.
-        """
+        """The value of a string behind its first quote; `is_inner`: it is part of a list or an object. Line ends may
+        stand in it as they are. A quote ends it where what follows may follow a string: templates write text with
+        quotes in it as it is, and so do models."""
         rest = quote * 2  # of three
         is_triple = yield from self._followed_by((rest,), ())
         yield from self._literal(rest if is_triple else "")

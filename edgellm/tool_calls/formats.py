@@ -129,9 +129,8 @@ def tool_format(name: str) -> ToolFormat:
     if name == HARMONY.name:
         return HARMONY
     if name not in FORMATS:
-        raise RequestError(
-            f"the tool format {shown(name)} is unknown: expected one of {', '.join([*FORMATS, HARMONY.name])}"
-        )
+        known = ", ".join([*FORMATS, HARMONY.name])
+        raise RequestError(f"the tool format {shown(name)} is unknown: expected one of {known}")
     return FORMATS[name]
 
 

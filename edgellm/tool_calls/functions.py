@@ -71,7 +71,6 @@ def described_tools(tools: Any) -> Any:
 
 
 def functions_among(tools: Any) -> dict[str, Callable[..., Any]]:
-    """The functions in a list of tools, by name."""
     listed = tools if isinstance(tools, Sequence) else ()
     return {tool.__name__: tool for tool in listed if inspect.isroutine(tool)}
 
@@ -83,10 +82,7 @@ def call_arguments(function: Callable[..., Any], call: ToolCall) -> dict[str, An
 
 
 def result_message(call: ToolCall, result: Any) -> dict[str, Any]:
-    """What a call has given, as the conversation goes on with it: text as it is, all else as JSON.
-
-    Raises RequestError for what is no JSON, nor made of dataclasses, enums and pydantic's models.
-    """
+    """The message of what a call has given: text as it is, all else as JSON. RequestError for what JSON has not."""
     try:
         written = json.dumps(result, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError) as error:

@@ -41,7 +41,6 @@ class HarmonyReader(ReadCalls):
         self._kind = "said" if in_text else "header"
 
     def push(self, token_id: int, text: str) -> str:
-        """Add a token's text; return the text to show."""
         self._buffer += text
         before = self._kind
         taken = self._take(ends=False)
@@ -52,7 +51,6 @@ class HarmonyReader(ReadCalls):
         return taken
 
     def finish(self) -> str:
-        """The answer has ended; return the text that was held back."""
         return self._take(ends=True)
 
     def _take(self, ends: bool) -> str:

@@ -19,17 +19,16 @@ from edgellm.tool_calls.characters import END, NAME_CHARACTERS, SPACES, Broken, 
 from edgellm.tool_calls.formats import ARGUMENT_END, ARGUMENT_TAG, FUNCTION_END, FUNCTION_TAG, ToolFormat
 from edgellm.tool_calls.values import is_object, json_text, typed_text
 
-#: So many letters and digits, which every template takes.
-_ID_LENGTH = 9
-_ID_CHARACTERS = string.ascii_letters + string.digits
-
 
 @dataclass
 class OpenCall:
     """A call whose name is known: it is shown from then on, its arguments as they come, as pieces of JSON text."""
 
     name: str
-    id: str = field(default_factory=lambda: "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)))
+    #: Nine letters and digits, which every template takes.
+    id: str = field(
+        default_factory=lambda: "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    )
     pieces: list[str] = field(default_factory=list)
     is_broken: bool = False
 
@@ -54,7 +53,6 @@ class ReadCalls:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far."""
         return tuple(each.call() for each in self._calls)
 
     def take_deltas(self) -> tuple[ToolCallDelta, ...]:
@@ -325,8 +323,7 @@ class ToolReader(CharacterReader, ReadCalls):
         self._require(character, "]")
 
     def _python_call(self, character: str) -> Characters:
-        """A call that begins with this character, and the `,` or `]` behind it. Each argument is shown when it is
-        whole; any word may be its name."""
+        """A call from this character on, and the `,` or `]` behind it. Any word may be an argument's name."""
         name, character = yield from self._word(character, NAME_CHARACTERS.__contains__)
         self._require(character, "(")
         self._name(name)

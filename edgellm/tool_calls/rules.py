@@ -18,7 +18,7 @@ from edgellm.structure.schema_keywords import kind_of, named_values, whole_text
 from edgellm.structure.steps import Steps
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import ARGUMENT_END, ToolFormat
-from edgellm.tool_calls.values import all_kinds, referred, spelled
+from edgellm.tool_calls.values import all_kinds, json_text, referred, spelled
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
@@ -86,14 +86,10 @@ def call_grammar(
     return "\n".join(["%llguidance {}", f"start: {before} {one} {more} {behind}", *rules])
 
 
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def literal(text: str, special_ids: Mapping[str, int]) -> str:
     """A text as grammars have it, in which special tokens stand by their ids; "" for none."""
     pieces = re.split(f"({'|'.join(map(re.escape, special_ids))})", text) if special_ids else [text]
-    return " ".join(f"<[{special_ids[each]}]>" if each in special_ids else _text(each) for each in pieces if each)
+    return " ".join(f"<[{special_ids[each]}]>" if each in special_ids else json_text(each) for each in pieces if each)
 
 
 def json_rule(schema: Any, root: dict[str, Any], size: Steps) -> str:
@@ -107,10 +103,8 @@ def json_rule(schema: Any, root: dict[str, Any], size: Steps) -> str:
 
 def _parts(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
     """Each argument's name, schema and whether it is required: of those that are named, none where `properties` is
-    empty, as tools without arguments have it.
-
-    Raises RequestError for what cannot be said of arguments that are written one by one.
-    """
+    empty, as tools without arguments have it. Raises RequestError for what cannot be said of arguments that are written
+    one by one."""
     others = set(schema) - {"type", "properties", "required", "additionalProperties", "$defs"}
     properties, required = schema.get("properties", {}), schema.get("required", ())
     unknown = [name for name in required if name not in properties]
@@ -162,7 +156,7 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
     rules = [f"args_{number}: from_{number}_0", *_listed(number, parts, '", "' if is_python else "")]
     for place, (key, each, _) in enumerate(parts):
         value, what = f"value_{number}_{place}", f"the tool {name} has the argument {key!r}"
-        rules.append(f"arg_{number}_{place}: {_text(tool_format.around_argument(key)[0])} {value}")
+        rules.append(f"arg_{number}_{place}: {json_text(tool_format.around_argument(key)[0])} {value}")
         form, expected = _PYTHON_NAME if is_python else _TAG_NAME
         if not re.fullmatch(form, key):
             raise RequestError(f"{what}, which the format of this model cannot write: expected a name {expected}")
@@ -180,7 +174,7 @@ _OF_TEXT = ("minLength", "maxLength", "pattern")
 _TAG_END = f"\n{ARGUMENT_END}\n"
 #: The values of types that have few, and how Python writes them.
 _FEW: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
-_PYTHON_WORDS = {kind: " | ".join(_text(str(value)) for value in values) for kind, values in _FEW.items()}
+_PYTHON_WORDS = {kind: " | ".join(json_text(str(value)) for value in values) for kind, values in _FEW.items()}
 
 
 def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size: Steps) -> list[str]:
@@ -196,7 +190,7 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
         named = _FEW.get(each["type"]) if is_plain else named_values(each)
         if named is not None and set(each) <= {"type", "enum", "const"}:
             valid = [one for one in named if kind_of(one) in kinds]
-            written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in spelled(one)]
+            written += [f"{json_text(text)} {json_text(_TAG_END)}" for one in valid for text in spelled(one)]
         elif not each or (kinds == {"string"} and _text_forms(each) is not None):
             rules.append(_tagged_text(f"{value.upper()}_{place}", each))
             written.append(f"{value.upper()}_{place}")
@@ -210,15 +204,14 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
             )
         else:
             rules.append(f"json_{value}_{place}: {json_rule(each, root, size)}")
-            written.append(f"json_{value}_{place} {_text(_TAG_END)}")
+            written.append(f"json_{value}_{place} {json_text(_TAG_END)}")
     if not written:
         raise RequestError(f"{what} which nothing can be: expected a schema that some value fulfils")
     return [f"{value}: {' | '.join(written)}", *rules]
 
 
 def _tagged_text(name: str, schema: dict[str, Any]) -> str:
-    """The terminal of any text of a length and forms, with the tag that ends it, in which there is no other end of a
-    text."""
+    """The terminal of text of a length and forms, with the tag that ends it and no other end of a text in it."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     forms = [f"(?s:.{{{least},{most}}})", *(_text_forms(schema) or ())]
     terms = " & ".join(rf"/{form}\n<\/parameter>\n/" for form in forms)
@@ -227,8 +220,7 @@ def _tagged_text(name: str, schema: dict[str, Any]) -> str:
 
 
 def _text_forms(schema: dict[str, Any]) -> list[str] | None:
-    """The expressions of the texts that a schema's patterns allow, each of them; None where tags cannot keep all that
-    it says."""
+    """The expressions of the texts that a schema's patterns allow; None where tags cannot keep all that it says."""
     others = schema.get("allOf", ())
     patterns = [part["pattern"] for part in (schema, *others) if "pattern" in part]
     forms = [form for each in patterns if (form := whole_text(each)) is not None]
@@ -262,16 +254,12 @@ def _alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class RulesOfCall(LateRules):
-    """Rules that begin where an answer begins a call.
-
-    The tokens that began the call, or what of them belongs to it, are the first that the rules consume; where they do
-    not take them, the call is no concern of theirs.
-    """
+    """Rules that begin where an answer begins a call, with the tokens that began it, or what of them belongs to it;
+    where the rules do not take these, the call is no concern of theirs."""
 
     _may_never_begin = True
 
     def __init__(self, vocabulary: GrammarVocabulary, grammar: str) -> None:
-        """`grammar` is that of calls."""
         super().__init__(vocabulary.size)
         self._vocabulary, self._grammar, self._tokenizer = vocabulary, grammar, vocabulary.tokenizer
 
@@ -321,8 +309,7 @@ class FromCall(RulesOfCall):
 
 
 class CallsOrText(TokenConstraint):
-    """Rules of an answer that is calls, or text of a structure. What begins as a call does is one, whatever the
-    structure allows: as it is read."""
+    """Rules of an answer that is calls, or text of a structure; what begins as a call does is one."""
 
     def __init__(self, calls: TokenConstraint, text: TokenConstraint, opening: TokenConstraint) -> None:
         """`opening` takes each text that begins as a call does, and is complete from there on."""

@@ -36,8 +36,7 @@ def is_object(text: str) -> bool:
 
 
 def python_json(source: str) -> str:
-    """A Python literal, or one with JSON's true, false and null in it, as JSON: JSON itself stays as it is written.
-    ValueError for anything else."""
+    """A literal of Python, or with JSON's true, false and null in it, as JSON. ValueError for anything else."""
     source = source.strip()
     with contextlib.suppress(ValueError, RecursionError):
         parsed_json(source)

@@ -109,26 +109,12 @@ class Backend(Protocol):
     computes_at_once: bool
     #: what was compiled, loaded, built and captured so far
     made: Made
-
-    @property
-    def draft_tree(self) -> TreeKernels:
-        """The kernels of the draft's tree, loaded when first asked for."""
-
-    @property
-    def acceptance(self) -> AcceptanceKernels:
-        """The kernels of acceptance, loaded when first asked for."""
-
-    @property
-    def recurrent(self) -> RecurrentKernels:
-        """The kernels of recurrent layers, loaded when first asked for."""
-
-    @property
-    def image_kernels(self) -> ImageKernels:
-        """The kernels of images, loaded when first asked for."""
-
-    @property
-    def sound_kernels(self) -> SoundKernels:
-        """The kernels of sounds, loaded when first asked for."""
+    #: kernels of the draft's tree, of acceptance, recurrent layers, images and sounds, loaded when first asked for
+    draft_tree: TreeKernels
+    acceptance: AcceptanceKernels
+    recurrent: RecurrentKernels
+    image_kernels: ImageKernels
+    sound_kernels: SoundKernels
 
     def lost(self) -> DeviceLostError | None:
         """What the device has failed with where nothing more can be computed on it; waits for what runs. For who has

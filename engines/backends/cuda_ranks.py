@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property, partial, partialmethod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +33,6 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.engines.model.sharding import Range
-from edgellm.engines.model.steps import Assemble
 from edgellm.kernels.acceptance.contract import MAXIMUM_ACCEPTED
 from edgellm.kernels.acceptance.launcher import ADVANCE, CudaAcceptance
 from edgellm.kernels.arrays import Array, DeviceArray
@@ -169,28 +168,19 @@ class CudaRanks(CudaBackend):
         for one, other in pairs:
             super().copy(one, other)
 
-    def upload_rows(self, target: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
-        """See `Backend.upload_rows`."""
-        return self._of_heads(super().upload_rows, target, values, rows, first)
-
-    def upload_rows_beside(self, target: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
-        """See `Backend.upload_rows_beside`."""
-        return self._of_heads(super().upload_rows_beside, target, values, rows, first)
-
-    def download_rows(self, source: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
-        """See `Backend.download_rows`."""
-        return self._of_heads(super().download_rows, source, values, rows, first)
-
-    def _of_heads(
-        self, copy: Callable[..., DeviceTransfer], array: Any, values: np.ndarray, rows: int, first: int
-    ) -> DeviceTransfer:
+    def _of_heads(self, way: str, array: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
         """Copy each rank's heads on one stream, so that the last is done when all are."""
+        copy = getattr(super(), way)
         if not isinstance(array, RankedArray):
             return copy(array, values, rows, first)
         if array.axis:  # columns of a convolution, whose rows are the channels
             pieces = ((part.reshape(1, *part.shape), *each) for each, part in array.pieces())
             return [copy(part, values[:, begin:end], end - begin) for part, begin, end in pieces][-1]
         return [copy(part, values[begin:end], rows, first) for (begin, end), part in array.pieces()][-1]
+
+    upload_rows: Any = partialmethod(_of_heads, "upload_rows")
+    upload_rows_beside: Any = partialmethod(_of_heads, "upload_rows_beside")
+    download_rows: Any = partialmethod(_of_heads, "download_rows")
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
@@ -285,7 +275,7 @@ class RankedKernelEngine(Engine):
         program = engines[0].program
         self._weights, self._outputs = program.weights.keys(), program.outputs
         #: What all ranks put out together, in the memory of the first.
-        self._assembled = {step.output for step in program.steps if isinstance(step, Assemble)}
+        self._assembled = {step.output for step in program.steps if step.gathers}
         names = *program.inputs, *((SCALES,) if program.adapted else ())
         self._inputs = [name for name in names if name != "attention_mask" or self.reads_attention_mask]
         self._given: list[dict[str, DeviceArray]] = [{} for _ in engines]
@@ -373,16 +363,6 @@ class RankedRecurrent(CudaRecurrent):
         super().__init__(module)
         self._ranks = ranks
 
-    def commit_columns(self, *layers_and_path):
-        """See `CudaRecurrent`, as of the others."""
-        return self._committed("commit_columns", *layers_and_path)
-
-    def commit_matrices(self, *layers_and_path):
-        return self._committed("commit_matrices", *layers_and_path)
-
-    def commit_scans(self, *layers_and_path):
-        return self._committed("commit_scans", *layers_and_path)
-
     def _committed(self, name, layers, accepted):
         """What commits each rank's parts of layers."""
         if not isinstance(layers[0][0], RankedArray):
@@ -394,3 +374,8 @@ class RankedRecurrent(CudaRecurrent):
             return [*copies, getattr(backend.recurrent, name)(own, type(accepted)(*path))]
 
         return partial(self._ranks.run, self._ranks.each(launch))
+
+    # See `CudaRecurrent`.
+    commit_columns: Any = partialmethod(_committed, "commit_columns")
+    commit_matrices: Any = partialmethod(_committed, "commit_matrices")
+    commit_scans: Any = partialmethod(_committed, "commit_scans")

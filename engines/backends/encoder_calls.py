@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgellm.engines.backends.encoder_places import Call, Place, laid_out
-from edgellm.engines.model import encoder_steps
+from edgellm.engines.model import encoder_steps as kinds
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
@@ -55,7 +55,7 @@ class EncoderCalls:
             self._values[name] = Place(name, (math.prod(rows),) if dtype in ("bool", "int32") else rows, dtype)
         self.calls: list[Call] = []
         for number, step in enumerate(program.steps):
-            self._values[step.output] = _LOWER[type(step)](self, step, number)
+            self._values[step.output] = _KINDS[type(step)][0](self, step, number)
         for name in program.outputs:
             if self._values[name].memory != name:
                 self._call("copy_rows", self._values[name], None, self._output(name), 0)
@@ -108,7 +108,7 @@ class EncoderCalls:
         readers = self._readers(step.output, number)
         if step.activation is not None or step.output in self._program.outputs:
             return True
-        return all(isinstance(each, encoder_steps.EncoderAttention) and each.rotary is None for each in readers)
+        return all(isinstance(each, kinds.EncoderAttention) and each.rotary is None for each in readers)
 
     def _normed_to(self, value: Place, norm: Norm, output: Place) -> Place:
         bias = None if norm.bias is None else self._weight(norm.bias)
@@ -155,7 +155,7 @@ class EncoderCalls:
         self._call("linear_residual", x, step.linear, residual, output, step.scale)
         return output
 
-    def _attention(self, step: encoder_steps.EncoderAttention, number: int) -> Place:
+    def _attention(self, step: kinds.EncoderAttention, number: int) -> Place:
         qkv, (count, window) = self._values[step.value], step.windows
         rotary, mask = (None if name is None else self._values[name] for name in (step.rotary, step.mask))
         heads = self._buffer((3, step.heads, count * window, step.head_size), "compute")
@@ -169,7 +169,7 @@ class EncoderCalls:
         added = self._weight(step.other) if isinstance(step.other, WeightSpec) else self._values[step.other]
         return self._call("add_rows", self._values[step.value], added, self._in_place(step.value, number))
 
-    def _scaled_residual(self, step: encoder_steps.ScaledResidual, number: int) -> Place:
+    def _scaled_residual(self, step: kinds.ScaledResidual, number: int) -> Place:
         arguments = self._values[step.residual], self._values[step.value], self._weight(step.weight)
         return self._call("add_scaled_rows", *arguments, self._in_place(step.residual, number))
 
@@ -177,14 +177,14 @@ class EncoderCalls:
         value = self._values[step.value]
         return self._normed_to(value, step.norm, self._buffer(value.shape, "float32"))
 
-    def _gather(self, step: encoder_steps.Gather, number: int) -> Place:
+    def _gather(self, step: kinds.Gather, number: int) -> Place:
         value, rows = self._values[step.value], self._values[step.rows]
         width = padded_width(value.shape[1]) if value.dtype == "compute" else value.shape[1]
         output = self._target(step.output, (rows.size, width), value.dtype)
         self._call("copy_rows", value, rows, output, 0)
         return output
 
-    def _prepend(self, step: encoder_steps.Prepend, number: int) -> Place:
+    def _prepend(self, step: kinds.Prepend, number: int) -> Place:
         value = self._values[step.value]
         rows, width = value.shape
         output = self._buffer((rows + 1, width), "float32")
@@ -192,18 +192,18 @@ class EncoderCalls:
         self._call("copy_rows", value, None, replace(output, shape=(rows, width), first=width), 0)
         return output
 
-    def _drop_first(self, step: encoder_steps.DropFirst, number: int) -> Place:
+    def _drop_first(self, step: kinds.DropFirst, number: int) -> Place:
         value = self._values[step.value]
         return replace(value, shape=(step.rows, value.shape[1]), first=value.first + value.shape[1])
 
-    def _average_pool(self, step: encoder_steps.AveragePool, number: int) -> Place:
+    def _average_pool(self, step: kinds.AveragePool, number: int) -> Place:
         output = self._buffer((step.means, step.width), "float32")
         return self._call("average_pool", self._values[step.value], step.side, step.size, output)
 
-    def _clip(self, step: encoder_steps.Clip, number: int) -> Place:
+    def _clip(self, step: kinds.Clip, number: int) -> Place:
         """Rounded where linear layers alone take it."""
         values = [self._values[name] for name, _ in step.parts]
-        rounds = all(isinstance(each, NormLinear) for each in self._readers(step.output, number))
+        rounds = all(each.multiplies is not None for each in self._readers(step.output, number))
         width = sum(value.shape[1] for value in values)
         output, column = self._buffer((values[0].shape[0], width), "compute" if rounds else "float32"), 0
         for value, (_, bounds) in zip(values, step.parts, strict=True):
@@ -211,78 +211,51 @@ class EncoderCalls:
             column += value.shape[1]
         return output
 
-    def _clipped_gate(self, step: encoder_steps.ClippedGate, number: int) -> Place:
+    def _clipped_gate(self, step: kinds.ClippedGate, number: int) -> Place:
         gate, value = self._values[step.gate], self._values[step.value]
         bounds, activation = map(self._weight, step.bounds), activation_number(step.activation)
         return self._call("clipped_gate", gate, value, *bounds, activation, self._buffer(gate.shape, "compute"))
 
-    def _normed_heads(self, step: encoder_steps.NormedHeads, number: int) -> Place:
+    def _normed_heads(self, step: kinds.NormedHeads, number: int) -> Place:
         value, weights = self._values[step.value], (self._weight(norm.weight) for norm in step.norms)
         return self._call("normed_heads", value, *weights, step.norms[0].epsilon, self._buffer(value.shape, "float32"))
 
-    def _standard_norm(self, step: encoder_steps.StandardNorm, number: int) -> Place:
+    def _standard_norm(self, step: kinds.StandardNorm, number: int) -> Place:
         value, output = self._values[step.value], self._buffer(self._values[step.value].shape, "float32")
         standard = (None, None) if step.standard is None else map(self._weight, step.standard)
         return self._call("standard_norm", value, *standard, step.factor, step.epsilon, output)
 
-    def _centered_norm(self, step: encoder_steps.CenteredNorm, number: int) -> Place:
+    def _centered_norm(self, step: kinds.CenteredNorm, number: int) -> Place:
         value, mask = self._values[step.value], None if step.mask is None else self._values[step.mask]
         output = self._buffer((value.shape[0], step.weight.shape[0]), "compute")
         return self._call("centered_norm", value, self._weight(step.weight), mask, step.epsilon, output)
 
-    def _normed_residual(self, step: encoder_steps.NormedResidual, number: int) -> Place:
+    def _normed_residual(self, step: kinds.NormedResidual, number: int) -> Place:
         output, weight = self._in_place(step.residual, number), self._weight(step.norm.weight)
         given = self._values[step.value], weight, step.norm.epsilon, self._values[step.residual]
         return self._call("add_normed", *given, step.share, output)
 
-    def _gated_convolution(self, step: encoder_steps.GatedConvolution, number: int) -> Place:
+    def _gated_convolution(self, step: kinds.GatedConvolution, number: int) -> Place:
         value, (width, _), norm = self._values[step.value], step.weight.shape, step.norm
         output = self._buffer((value.shape[0], width), "compute")
         weights = self._weight(step.weight), self._weight(norm.weight)
         return self._call("gated_convolution", value, *weights, norm.epsilon, output)
 
-    def _local_attention(self, step: encoder_steps.LocalAttention, number: int) -> Place:
+    def _local_attention(self, step: kinds.LocalAttention, number: int) -> Place:
         qkv, scale = self._values[step.value], self._weight(step.scale)
         context = self._buffer((qkv.shape[0], step.heads * step.scale.shape[0]), "compute")
         given = qkv, self._values[step.relative], step.first, step.past, step.cap
         return self._call("local_attention", *given, scale, context)
 
-    def _unfold(self, step: encoder_steps.Unfold, number: int) -> Place:
+    def _unfold(self, step: kinds.Unfold, number: int) -> Place:
         columns = padded_width(step.channels * math.prod(step.kernel))
         given = Convolution(step.channels, *step.grid[1:], *step.kernel, step.stride, *step.padding)
         return self._call("unfold", self._values[step.value], given, self._buffer((step.places, columns), "compute"))
 
-    def _product(self, step: encoder_steps.Product, number: int) -> Place:
+    def _product(self, step: kinds.Product, number: int) -> Place:
         value = self._values[step.value]
         output = self._target(step.output, (value.shape[0], step.weight.shape[1]), "compute")
         return self._call("product", value, self._weight(step.weight), step.scale, output)
-
-
-#: What makes the calls of each kind of step, and gives the place of its output.
-_LOWER: dict[type, Callable[[EncoderCalls, Any, int], Place]] = {
-    NormLinear: EncoderCalls._norm_linear,
-    LinearResidual: EncoderCalls._linear_residual,
-    encoder_steps.EncoderAttention: EncoderCalls._attention,
-    Add: EncoderCalls._add,
-    Normed: EncoderCalls._normed,
-    encoder_steps.ScaledResidual: EncoderCalls._scaled_residual,
-    encoder_steps.Gather: EncoderCalls._gather,
-    encoder_steps.Prepend: EncoderCalls._prepend,
-    encoder_steps.DropFirst: EncoderCalls._drop_first,
-    Reshape: lambda calls, step, number: replace(calls._values[step.value], shape=step.shape[1:]),
-    encoder_steps.AveragePool: EncoderCalls._average_pool,
-    encoder_steps.Product: EncoderCalls._product,
-    encoder_steps.Clip: EncoderCalls._clip,
-    encoder_steps.ClippedGate: EncoderCalls._clipped_gate,
-    encoder_steps.NormedHeads: EncoderCalls._normed_heads,
-    encoder_steps.StandardNorm: EncoderCalls._standard_norm,
-    encoder_steps.Unfold: EncoderCalls._unfold,
-    encoder_steps.Activate: lambda calls, step, number: calls._activated(calls._values[step.value], step.activation),
-    encoder_steps.CenteredNorm: EncoderCalls._centered_norm,
-    encoder_steps.NormedResidual: EncoderCalls._normed_residual,
-    encoder_steps.GatedConvolution: EncoderCalls._gated_convolution,
-    encoder_steps.LocalAttention: EncoderCalls._local_attention,
-}
 
 
 def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | None:
@@ -293,8 +266,8 @@ def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | No
     if program.shape.tokens > _MOST_ROWS:
         return f"kernels take up to {_MOST_ROWS} rows, not {program.shape.tokens}"
     for step in program.steps:
-        refusal = _REFUSALS[type(step)](step, shared_limit) if type(step) in _REFUSALS else None
-        refusal = refusal if type(step) in _LOWER else "encoders have no kernel for it"
+        known = _KINDS.get(type(step))
+        refusal = "encoders have no kernel for it" if known is None else known[1](step, shared_limit)
         if refusal is not None:
             return f"kernels cannot run {step.title}: {refusal}"
     for name, (shape, _) in program.outputs.items():
@@ -303,7 +276,7 @@ def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | No
     return None
 
 
-def _attention_refusal(step: encoder_steps.EncoderAttention, limit: int) -> str | None:
+def _attention_refusal(step: kinds.EncoderAttention, limit: int) -> str | None:
     if (refusal := heads_refusal(step.head_size)) is not None:
         return refusal
     if step.qk_norms is not None:
@@ -350,22 +323,45 @@ def _width_refusal(width: int) -> str | None:
     return f"widths must be multiples of {WIDTH_STEP}, not {width}" if width % WIDTH_STEP else None
 
 
-_REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
-    encoder_steps.EncoderAttention: _attention_refusal,
-    Normed: lambda step, limit: _norm_refusal(step.norm),
-    encoder_steps.ScaledResidual: lambda step, limit: _width_refusal(step.weight.shape[0]),
-    encoder_steps.ClippedGate: lambda step, limit: _activation_refusal(step.activation, False),
-    encoder_steps.NormedHeads: lambda step, limit: heads_refusal(step.head_size),
-    encoder_steps.Activate: lambda step, limit: _activation_refusal(step.activation, False),
-    encoder_steps.CenteredNorm: lambda step, limit: (
-        None if step.weight.shape[0] <= MAX_HEAD_SIZE else f"{step.weight.shape[0]} channels, up to {MAX_HEAD_SIZE}"
+def _most_refusal(count: int, most: int, what: str) -> str | None:
+    return None if count <= most else f"{count} {what}, up to {most}"
+
+
+def _taken(step: Step, limit: int) -> None:
+    """Kernels run all steps of this kind."""
+
+
+#: Of each kind of step what makes its calls, and gives the place of its output, and why kernels do not run it, if so.
+_KINDS: dict[type, tuple[Callable[[EncoderCalls, Any, int], Place], Callable[[Any, int], str | None]]] = {
+    NormLinear: (EncoderCalls._norm_linear, _norm_linear_refusal),
+    LinearResidual: (EncoderCalls._linear_residual, _residual_refusal),
+    Add: (EncoderCalls._add, _taken),
+    Normed: (EncoderCalls._normed, lambda step, limit: _norm_refusal(step.norm)),
+    Reshape: (lambda calls, step, number: replace(calls._values[step.value], shape=step.shape[1:]), _taken),
+    kinds.EncoderAttention: (EncoderCalls._attention, _attention_refusal),
+    kinds.ScaledResidual: (EncoderCalls._scaled_residual, lambda step, limit: _width_refusal(step.weight.shape[0])),
+    kinds.Gather: (EncoderCalls._gather, _taken),
+    kinds.Prepend: (EncoderCalls._prepend, _taken),
+    kinds.DropFirst: (EncoderCalls._drop_first, _taken),
+    kinds.AveragePool: (EncoderCalls._average_pool, _taken),
+    kinds.Product: (EncoderCalls._product, _taken),
+    kinds.Clip: (EncoderCalls._clip, _taken),
+    kinds.ClippedGate: (EncoderCalls._clipped_gate, lambda step, limit: _activation_refusal(step.activation, False)),
+    kinds.NormedHeads: (EncoderCalls._normed_heads, lambda step, limit: heads_refusal(step.head_size)),
+    kinds.StandardNorm: (EncoderCalls._standard_norm, _taken),
+    kinds.Unfold: (EncoderCalls._unfold, lambda step, limit: _most_refusal(step.places, _MOST_ROWS, "places")),
+    kinds.Activate: (
+        lambda calls, step, number: calls._activated(calls._values[step.value], step.activation),
+        lambda step, limit: _activation_refusal(step.activation, False),
     ),
-    encoder_steps.NormedResidual: lambda step, limit: _plain_norm_refusal(step.norm),
-    encoder_steps.GatedConvolution: lambda step, limit: _plain_norm_refusal(step.norm),
-    encoder_steps.LocalAttention: lambda step, limit: local_refusal(step.past, step.scale.shape[0]),
-    NormLinear: _norm_linear_refusal,
-    LinearResidual: _residual_refusal,
-    encoder_steps.Unfold: lambda step, limit: (
-        None if step.places <= _MOST_ROWS else f"{step.places} places, up to {_MOST_ROWS}"
+    kinds.CenteredNorm: (
+        EncoderCalls._centered_norm,
+        lambda step, limit: _most_refusal(step.weight.shape[0], MAX_HEAD_SIZE, "channels"),
+    ),
+    kinds.NormedResidual: (EncoderCalls._normed_residual, lambda step, limit: _plain_norm_refusal(step.norm)),
+    kinds.GatedConvolution: (EncoderCalls._gated_convolution, lambda step, limit: _plain_norm_refusal(step.norm)),
+    kinds.LocalAttention: (
+        EncoderCalls._local_attention,
+        lambda step, limit: local_refusal(step.past, step.scale.shape[0]),
     ),
 }

@@ -15,8 +15,7 @@ from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.segments import BETWEEN, segment_shapes
-from edgellm.engines.model.steps import Experts
+from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.gpu import find_gpu
 
 #: What `DecoderConfig.layers_differ` says, in words.
@@ -67,10 +66,10 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
     if isinstance(config, DecoderConfig) and config.layers_differ:
         return f"TensorRT has nothing for {_DIFFERENT_LAYERS}"
     program = model_program(config, shape)
-    for step in program.steps:
-        if isinstance(step, Experts):
-            return f"TensorRT has nothing for {step.title}"
-        refusal = between_engines(step).refusal(step, program, shared_limit) if type(step) in BETWEEN else None
+    if program.mixtures:
+        return f"TensorRT has nothing for {program.mixtures[0].title}"
+    for step in (step for step in program.steps if step.cuts):
+        refusal = between_engines(step).refusal(step, program, shared_limit)
         if refusal is not None:
             return f"kernels cannot run {step.title}: {refusal}"
     return None

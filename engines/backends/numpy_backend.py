@@ -18,12 +18,11 @@ import numpy as np
 from edgellm.engines.backends.base import Engine, check_rows, row_pieces
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.ranks import Rank
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.audio import AudioConfig
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_memory
@@ -190,10 +189,7 @@ class NumpyBackend:
             np.copyto(values[:, of_values], source[:, own])
         return NumpyWork()
 
-    def load_weights(
-        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, np.ndarray]:
-        return load_numpy_weights(checkpoint, specs, progress)
+    load_weights = staticmethod(load_numpy_weights)
 
     #: Nothing: packed weights become float32.
     known_memory: Mapping[str, int] = MappingProxyType({})

@@ -23,14 +23,16 @@ def open_backend(
     `gpu` is the index of the GPU (None: see `find_gpu`); KernelError for one that is not there, also on "auto".
     `gpus` is how many share the base's steps: that GPU, or the first, and those behind it. EngineError for what they
     cannot share, and where there are not as many. NumPy has as many ranks.
-    `executor` is one of `EXECUTORS`. On "auto" a machine with a GPU but without pycuda, or without TensorRT where a
-    shape needs it, raises MissingDependencyError rather than silently computing on the CPU. Packed weights that its
-    kernels do not take are refused there with EngineError.
+    `executor` is one of `EXECUTORS`; on NumPy another than "auto" is refused with EngineError. On "auto" a machine with
+    a GPU but without pycuda, or without TensorRT where a shape needs it, raises MissingDependencyError rather than
+    silently computing on the CPU. Packed weights that its kernels do not take are refused there with EngineError.
     """
     for kind, given, known in (("backend", name, BACKENDS), ("executor", executor, EXECUTORS)):
         if given not in known:
             raise EngineError(f"unknown {kind} {given!r}; expected one of {', '.join(known)}")
     if name == "numpy" or (name == "auto" and find_gpu(gpu) is None):
+        if executor != EXECUTORS[0]:
+            raise EngineError(f"the executor {executor} runs steps on a GPU, and NumPy computes here: leave it out")
         from edgellm.engines.backends.numpy_backend import NumpyBackend
         from edgellm.engines.backends.numpy_ranks import NumpyRanks
 

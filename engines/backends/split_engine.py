@@ -23,7 +23,7 @@ from edgellm.engines.backends.steps.table import TABLE
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.engines.model.states import without_layer
-from edgellm.engines.model.steps import Attention, Step, stateful
+from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import Launchable
 from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns
@@ -99,9 +99,9 @@ class SplitEngine(BoundEngine):
                 place = places[step.output] = f"{without_layer(step.output)} (1)"
                 size, kind = self._program.kinds[step.output]
                 offset = self._add(place, size, self._own(kind), offset)
-                if isinstance(step, Attention) and step.gated:
+                if UNGATED in between_engines(step).scratch(step, self._program):
                     places[UNGATED] = UNGATED
-                    (batch, tokens, width), kind = self._program.kinds[step.value]
+                    (batch, tokens, width), kind = self._program.kinds[step.reads[0]]
                     offset = self._add(UNGATED, (batch, tokens, width - size[-1]), self._own(kind), offset)
             self._wiring.append(wiring)
             self._values.append(dict(places))

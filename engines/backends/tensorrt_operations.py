@@ -13,8 +13,6 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations, Scoring
-from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
-from edgellm.engines.model.steps import Experts
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
 #: slower than the composition below (sm_90: 1.60 against 1.37 ms for a decode step).
@@ -26,6 +24,18 @@ def attention_kind(setting: str, target: str) -> str:
     if setting != "auto":
         return setting
     return "native" if target in _FUSED_ATTENTION else "composed"
+
+
+def _lacking(what: str = "") -> Any:
+    """An operation that TensorRT has not: `what`, or that of the step which it gets."""
+
+    def refuse(operations: object, given: Any, *others: Any) -> Any:
+        raise EngineError(
+            f"TensorRT has nothing for {what or given.title}: kernels compute it, in float16 or bfloat16, on GPUs that "
+            "they are made for. Elsewhere take --backend numpy"
+        )
+
+    return refuse
 
 
 class TensorRTOperations(Operations[Any]):
@@ -41,6 +51,12 @@ class TensorRTOperations(Operations[Any]):
     #: 1.2 with all that is True here and a residual stream in float32, which takes an H200 1.1 % longer for a chunk of
     #: a prompt; attention's sums would take 5 % more.
     wide_norm, wide_activation, wide_linear, wide_attention = True, True, True, False
+
+    pairs_apart = _lacking("rotary embeddings of neighbours")
+    window_attention = _lacking("attention within a window of a ring")
+    attention_ahead = _lacking("attention of tokens to those behind them")
+    short_convolution = update_matrices = experts = _lacking()
+    unfold = depthwise_convolution = local_attention = _lacking("convolutions of encoders of speech")
 
     def __init__(self, trt: Any, network: Any, dtype: str, attention: str) -> None:
         self.trt = trt
@@ -170,9 +186,6 @@ class TensorRTOperations(Operations[Any]):
         cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
         return self._layer(self._later("add_rotary_embedding")(x, cos, sin, False, rotary), "rotary_embedding")
 
-    def pairs_apart(self, x: Any, rotary: int) -> Any:
-        raise EngineError("TensorRT rotates halves of heads: kernels rotate neighbours")
-
     def kv_cache_update(
         self, cache: Any, update: Any, start_index: Any, scales: Any | None = None, wraps: bool = False
     ) -> Any:
@@ -237,21 +250,6 @@ class TensorRTOperations(Operations[Any]):
         context = self._product(weights, values, operation.NONE, self.wide_attention)
         return self._reshape(context, (batch, heads, tokens, size))
 
-    def window_attention(self, query: Any, *others: Any) -> Any:
-        raise EngineError("TensorRT has no attention within a window of a ring: kernels compute it")
-
-    def attention_ahead(self, query: Any, *others: Any) -> Any:
-        raise EngineError("TensorRT has no attention of tokens to those behind them: kernels compute it")
-
-    def short_convolution(self, step: ShortConvolution, *tensors: Any) -> Any:
-        raise _without_layer("a short convolution", step.index)
-
-    def update_matrices(self, step: GatedDelta, *tensors: Any) -> Any:
-        raise _without_layer(step.title.partition(" of layer")[0], step.index)
-
-    def experts(self, step: Experts, *tensors: Any) -> Any:
-        raise EngineError(f"TensorRT has nothing for {step.title}. Take --backend numpy")
-
     def gated(self, gate_up: Any, kind: str) -> Any:
         half = gate_up.shape[-1] // 2
         gate, up = self.split(gate_up, (half, half), axis=len(gate_up.shape) - 1)
@@ -267,11 +265,6 @@ class TensorRTOperations(Operations[Any]):
         layer.axis = 1
         layer.num_elementwise_dims = 1
         return self._layer(layer, "gather_rows")
-
-    def unfold(self, *given: Any) -> Any:
-        raise EngineError("TensorRT has nothing for convolutions of encoders of speech: kernels and NumPy run them")
-
-    depthwise_convolution = local_attention = past_attention = unfold
 
     def concatenate(self, tensors: Sequence[Any], axis: int) -> Any:
         layer = self.network.add_concatenation(list(tensors))
@@ -338,13 +331,6 @@ class TensorRTOperations(Operations[Any]):
 
     def _last_axis(self, size: int, like: Any) -> tuple[int, ...]:
         return (1,) * (len(like.shape) - 1) + (size,)
-
-
-def _without_layer(what: str, index: int) -> EngineError:
-    return EngineError(
-        f"TensorRT has nothing for {what}, which layer {index} is: kernels compute it, in float16 or bfloat16, on GPUs "
-        "that they are made for. Elsewhere take --backend numpy"
-    )
 
 
 def build_plan(

@@ -16,11 +16,12 @@ from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, pub
 from edgellm.engines.directories.engine_parts import TEMPLATE_FOLDER
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError, explained
 from edgellm.engines.families.embedding import LAST_TOKEN, MODULES, MODULES_FILE, POOLING_FILE
+from edgellm.engines.families.fields import TAKE_PUBLISHED
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.small_files import read_tokenizer
 from edgellm.engines.gguf.architectures import check_draft
 from edgellm.engines.gguf.encoders import image_config, is_encoder_of, takes_images
-from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.gguf.metadata import ADVICE, Metadata
 from edgellm.engines.gguf.model_config import model_config
 from edgellm.engines.gguf.tokenizer import tokenizer_config, tokenizer_json, used_tokens
 
@@ -103,9 +104,9 @@ def _made_folder(path: Path, write: Callable[[Path], None]) -> Iterator[Path]:
         try:
             yield folder
         except (BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError) as error:
-            message, encoder = str(error), folder / ENCODER_FILE
-            if encoder.is_symlink():
-                message = message.replace(str(encoder), str(encoder.readlink()))
+            message = str(error).replace(TAKE_PUBLISHED, ADVICE)
+            for link in folder.glob("*.gguf"):
+                message = message.replace(str(link), str(link.readlink()))
             message = message.replace(str(folder), str(path))
             raise type(error)(f"{path}, as {message}" if message.startswith("config.json") else message) from error
 

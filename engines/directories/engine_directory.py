@@ -291,26 +291,30 @@ def _differences(
     """What differs in one folder; `prefix` is put before the names."""
     found = []
     for name, expected in files.items():
-        path = folder / name
-        shown = f"{prefix}{name}"
-        try:
-            size = path.stat().st_size
-            if size != expected.size:
-                found.append(f"{shown}: {size:,} bytes, expected {expected.size:,}")
-                continue
-            if engine_parts.is_weight_file(name) and not (verify or hash_weights):
-                digest = recall_digest(path, expected.section) or expected
-            else:
-                digest = current_digest(path, not verify, expected.section)
-        except FileNotFoundError:
-            found.append(f"{shown}: missing")
-        except OSError as error:
-            found.append(f"{shown}: cannot be read ({error.strerror or error})")
-        else:
-            if digest.sha256 != expected.sha256:
-                found.append(f"{shown}: SHA-256 {digest.sha256[:16]}..., expected {expected.sha256[:16]}...")
+        if (difference := _difference(folder / name, expected, verify, hash_weights)) is not None:
+            linked = f" (a link to {(folder / name).readlink()})" if (folder / name).is_symlink() else ""
+            found.append(f"{prefix}{name}: {difference}{linked}")
     foreign = [name for name in described_file_names(folder) if name not in files]
     return found + [f"{prefix}{printable(name)}: not described, but it would be read" for name in foreign]
+
+
+def _difference(path: Path, expected: FileDigest, verify: bool, hash_weights: bool) -> str | None:
+    """How a file differs from what was described, in words; None where it does not."""
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{size:,} bytes, expected {expected.size:,}"
+        if engine_parts.is_weight_file(path.name) and not (verify or hash_weights):
+            digest = recall_digest(path, expected.section) or expected
+        else:
+            digest = current_digest(path, not verify, expected.section)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    if digest.sha256 == expected.sha256:
+        return None
+    return f"SHA-256 {digest.sha256[:16]}..., expected {expected.sha256[:16]}..."
 
 
 def described_file_names(path: Path) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import gemma, gemma4, hybrid, llama, mixtures, qwen, vision_language
 from edgellm.engines.families.decoders import Family, filled
-from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.fields import TAKE_PUBLISHED, ConfigFields
 from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.nearest import nearest
@@ -82,6 +82,6 @@ def _family(config_json: dict[str, Any]) -> Family:
     if model_type not in (None, family.name):
         raise CheckpointError(
             f"config.json contradicts itself: architectures is {as_json(architectures)}, model_type "
-            f"{as_json(model_type)}. Take config.json as it was published with the weights."
+            f"{as_json(model_type)}. {TAKE_PUBLISHED}"
         )
     return family

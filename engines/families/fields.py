@@ -10,6 +10,8 @@ from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_int
 from edgellm.engines.model.config import FAR_SCALING, LARGEST_DEPTH
 from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, TRAINED_LENGTH, scaling_problems
 
+#: What to do about a config.json that says what cannot be.
+TAKE_PUBLISHED = "Take config.json as it was published with the weights."
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -229,7 +231,7 @@ class ConfigFields:
         if self.unsupported:
             raise UnsupportedModelError(f"{found}\nChoose another model, or a variant without these features.")
         if self.wrong:
-            raise CheckpointError(f"{found}\nTake config.json as it was published with the weights.")
+            raise CheckpointError(f"{found}\n{TAKE_PUBLISHED}")
 
     def expect(self, key: str, value: Any, expected: str) -> None:
         """Note a wrong value."""

@@ -16,7 +16,8 @@ from edgellm.engines.formats.strict_formats import LARGEST_SIZE, is_integer, is_
 from edgellm.engines.formats.tensors import STORAGE
 
 _SMALL_BYTES = 1 << 16
-_ADVICE = "Take another release of this model, made by llama.cpp's own tools"
+#: What to do about a file that says what cannot be.
+ADVICE = "Take another release of this model, made by llama.cpp's own tools"
 
 
 class Metadata:
@@ -132,14 +133,14 @@ class Metadata:
         if info.dtype != "float32" or info.nbytes > _SMALL_BYTES:
             raise CheckpointError(
                 f"{info.file}: tensor {tensor!r} has the type {info.dtype} and {info.nbytes:,} bytes, expected float32 "
-                f"and at most {_SMALL_BYTES:,}. {_ADVICE}"
+                f"and at most {_SMALL_BYTES:,}. {ADVICE}"
             )
         file = next(each for each in files if each.path == info.file)
         return file.bytes_of(info).view("<f4").reshape(info.shape)
 
     def error(self, key: str, found: Any, expected: str) -> CheckpointError:
         """The error for a key."""
-        return CheckpointError(f"{self.path}: {self._full(key)!r} is {brief(found)}, expected {expected}. {_ADVICE}")
+        return CheckpointError(f"{self.path}: {self._full(key)!r} is {brief(found)}, expected {expected}. {ADVICE}")
 
     def _full(self, key: str) -> str:
         return key if key.startswith(("general.", "tokenizer.")) else f"{self.architecture}.{key}"

@@ -141,6 +141,16 @@ class ProgramGraph(Generic[Tensor]):
         y = operations.add(residual, y)
         return y if step.factor is None else operations.multiply(y, self.weights[step.factor.name])
 
+    def _reduce(self, step: steps.Reduce) -> Tensor:
+        operations, y = self.operations, self.operations.reduce(self.values[step.value])
+        y = y if step.scale == 1.0 else operations.scale(self.to_residual(y), step.scale)
+        if step.residual is None:
+            return y
+        residual = self.to_residual(self.values[step.residual])
+        if step.keep is not None:
+            self._keep(step.keep, operations.to_compute(residual))
+        return operations.add(residual, self.to_residual(y))
+
     def _experts(self, step: steps.Experts) -> Tensor:
         operations, weights = self.operations, self.weights
         residual = None if step.residual is None else self.to_residual(self.values[step.residual])
@@ -350,7 +360,7 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     steps.NormParts: ProgramGraph._norm_parts,
     steps.NormLinear: ProgramGraph._norm_linear,
     steps.LinearResidual: ProgramGraph._linear_residual,
-    steps.Reduce: lambda graph, step: graph.operations.reduce(graph.values[step.value]),
+    steps.Reduce: ProgramGraph._reduce,
     steps.SquareSums: ProgramGraph._square_sums,
     steps.Assemble: lambda graph, step: graph.operations.assemble(graph.values[step.value]),
     steps.AddResidual: ProgramGraph._linear_residual,

@@ -60,7 +60,10 @@ class Program:
         """Shape and dtype of every value between the steps of a decoder; those of one name are alike."""
         kinds, residual = self.inputs | self.outputs, "float32" if self.wide_residual else "compute"
         for step in self.steps:
-            for name, kind in step.results(kinds, self.shape, residual).items():
+            results = step.results(kinds, self.shape, residual)
+            if step.keeps is not None and step.kept_value is not None:
+                results[step.keeps.target] = kinds[step.kept_value][0], "compute"
+            for name, kind in results.items():
                 kinds.setdefault(name, kind)
             assert step.output in kinds, f"{step.title} is no step of a decoder"
         return kinds

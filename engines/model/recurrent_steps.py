@@ -112,6 +112,5 @@ class GatedNorm(Step):
     gates_first: bool = False
     squares: str | None = field(default=None, metadata=READS | ADDED_LATER)
     shared: tuple[int, int] = field(default=(0, 0), metadata=ADDED_LATER)
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (kinds[self.value][0], "compute")}
+    gives: ClassVar[str] = "compute"
+    cuts: ClassVar[bool] = True

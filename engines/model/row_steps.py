@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import READS, Norm, Step
 
 #: The input [B, T, L P] compute with the embeddings that each token has for all L layers, which the host looks up.
@@ -23,6 +22,4 @@ class TokenInputs(Step):
     rows: str = field(metadata=READS)
     norm: Norm
     scale: float
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (kinds[self.value][0], "compute")}
+    gives: ClassVar[str] = "compute"

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Attention, Keep, Reshape, SideBySide, Step
+from edgellm.engines.model.steps import Reshape, SideBySide, Step
 
 Value = TypeVar("Value")
 
 #: What stands before the number of a layer in a name, and that number.
 _LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")
-#: The steps at which a program is cut: kernels run them.
-BETWEEN = (Attention, ShortConvolution, GatedDelta, SelectiveScan, GatedNorm)
 #: Elements of the matrices that a segment has, unless it has one alone: 192 MiB. A layer of Llama-3.1-8B's shapes is of
 #: three segments, whose largest has 224 of its 416 MiB; smaller models' layers stay whole, which saves the host time.
 MOST_WEIGHTS = 96 << 20
@@ -60,14 +58,18 @@ class Segment:
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
     """The segments of a program in their order: one more than it has layers, more of large ones."""
-    parts = _parts(program)
-    kinds = program.kinds | _kinds_of_kept(program, parts)
+    counts = Counter(step.keeps.target for step in program.steps if step.keeps is not None)
+    shared = {name: [f"{name}.{place}" for place in range(count)] for name, count in counts.items() if count > 1}
+    kinds, parts = dict(program.kinds), _parts(program, shared)
+    for name, places in shared.items():
+        (*rows, width), dtype = program.outputs[name]
+        kinds |= dict.fromkeys(places, ((*rows, width // len(places)), dtype))
     needed = set(program.outputs)
     found: list[Segment] = []
     made: dict[tuple[str, frozenset[str]], Segment] = {}  # by steps as they print, but for the number of their layer
     for part in reversed(parts):
-        steps = [step for step in part if type(step) not in BETWEEN]
-        between = tuple(step for step in part if type(step) in BETWEEN)
+        steps = [step for step in part if not step.cuts]
+        between = tuple(step for step in part if step.cuts)
         for step in reversed(between):
             needed = (needed - {step.output}) | set(step.reads)
         written = {name for step in steps for name in step.writes}
@@ -93,24 +95,19 @@ def segment_shapes(program: Program) -> list[EngineShape]:
     return [replace(program.shape, key_range=1, kv_rows=1, kv_cache="compute", segment=number) for number in numbers]
 
 
-def _parts(program: Program) -> list[list[Step]]:
+def _parts(program: Program, shared: Mapping[str, list[str]]) -> list[list[Step]]:
     """The steps up to those that kernels run, these included, in parts of at most `MOST_WEIGHTS`, and those behind the
-    last; parts of an output that several steps keep are values that the last steps put together."""
+    last; parts of an output that several steps keep are values, `shared` by its name, that the last steps put together.
+    """
     parts: list[list[Step]] = [[]]
-    places: dict[str, int] = {}
     for step in program.steps:
-        if parts[-1] and type(parts[-1][-1]) in BETWEEN and type(step) not in BETWEEN:
+        if parts[-1] and parts[-1][-1].cuts and not step.cuts:
             parts.append([])
-        if (keep := step.keeps) is not None and _is_shared(program, keep):
-            target, place = keep.target, keep.place
-            places[target] = max(places.get(target, 0), place + 1)
-            part: Any = step  # which has a field `keep`
-            part = replace(part, keep=replace(keep, target=f"{target}.{place}", place=0))
-            parts[-1].append(part)
-        else:
-            parts[-1].append(step)
-    for target, count in places.items():
-        parts[-1].append(SideBySide(target, tuple(f"{target}.{place}" for place in range(count))))
+        part: Any = step
+        if (keep := step.keeps) is not None and keep.target in shared:
+            part = replace(part, keep=replace(keep, target=shared[keep.target][keep.place], place=0))
+        parts[-1].append(part)
+    parts[-1] += [SideBySide(name, tuple(places)) for name, places in shared.items()]
     return [part for whole in parts[:-1] for part in _of_most_weights(whole)] + parts[-1:]
 
 
@@ -126,12 +123,6 @@ def _of_most_weights(steps: list[Step]) -> list[list[Step]]:
         parts[-1].append(step)
         held += size
     return parts
-
-
-def _is_shared(program: Program, keep: Keep) -> bool:
-    """Whether several steps keep parts of one output."""
-    kept = [step.keeps for step in program.steps]
-    return sum(other is not None and other.target == keep.target for other in kept) > 1
 
 
 def _segment(program: Program, steps: list[Step], first: int, kinds: Edge, needed: set[str]) -> Segment:
@@ -151,15 +142,6 @@ def _segment(program: Program, steps: list[Step], first: int, kinds: Edge, neede
     shape = replace(program.shape, key_range=1, kv_rows=1)
     own = Program(shape, inputs, tuple(_renamed(step, first, names) for step in steps), outputs, program.wide_residual)
     return Segment(0, own, first, {part: name for name, part in names.items()}, ())
-
-
-def _kinds_of_kept(program: Program, parts: list[list[Step]]) -> Edge:
-    """Shape and dtype of the values that are put together to outputs."""
-    kinds: Edge = {}
-    for step in (step for part in parts for step in part if isinstance(step, SideBySide)):
-        (*rows, width), dtype = program.outputs[step.output]
-        kinds |= dict.fromkeys(step.values, ((*rows, width // len(step.values)), dtype))
-    return kinds
 
 
 def _reads_of_all(steps: list[Step]) -> set[str]:

@@ -83,9 +83,10 @@ def sharded(program: Program, rank: int, of: int, unit: int = UNIT) -> Shard:
 
     The query heads are divided equally, and what an MLP has between its layers as equally as whole units can be. A rank
     has the key-value heads of its query heads: where there are fewer than ranks, several have the same.
-    `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and an `AddResidual`: of one rank
-    these give the same bits. Of a mixture a rank has whole experts. What tokens' own embeddings let through (Gemma 4)
-    is computed by all: it is less than a sum takes. Raises EngineError that names what cannot be shared.
+    `LinearResidual` becomes a partial product, whose bias rank 0 adds, and a `Reduce`, behind which an `AddResidual`
+    norms and selects: of one rank these give the same bits. Of a mixture a rank has whole experts. What tokens' own
+    embeddings let through (Gemma 4) is computed by all: it is less than a sum takes. Raises EngineError that names what
+    cannot be shared.
     """
     return _Sharding(program, Share(rank, of, unit)).shard()
 
@@ -106,15 +107,12 @@ class _Sharding:
 
     def shard(self) -> Shard:
         kinds: dict[type, Callable[[Any], Sequence[Step] | None]] = {
-            Scale: self._whole,
-            Add: self._whole,
-            TokenInputs: self._whole,
+            **dict.fromkeys((Scale, Add, TokenInputs), self._whole),
             NormLinear: self._norm_linear,
             NormParts: self._norm_parts,
             Attention: self._attention,
             ShortConvolution: self._convolution,
-            GatedDelta: self._rule,
-            SelectiveScan: self._rule,
+            **dict.fromkeys((GatedDelta, SelectiveScan), self._rule),
             GatedNorm: self._gated_norm,
             LinearResidual: self._linear_residual,
             Experts: self._experts,
@@ -285,13 +283,13 @@ class _Sharding:
         if step.value not in self._split or step.residual is None:
             return self._whole(step)
         total = f"{step.output}_sum"
-        others = step.scale, step.keep, step.selects, step.norm, step.factor
         own = self._columns(step.linear, self._inner.get(step.value) or self._about(step.linear.weight.shape[1]))
-        return (
-            LinearResidual(f"{total}_part", step.value, own, None, selects=step.selects),
-            Reduce(total, f"{total}_part"),
-            AddResidual(step.output, total, step.residual, *others),
-        )
+        part = LinearResidual(f"{total}_part", step.value, own, None, selects=step.selects)
+        others = step.selects, step.norm, step.factor
+        if not any(others):
+            return part, Reduce(step.output, part.output, step.residual, step.scale, step.keep)
+        summed = Reduce(total, part.output, scale=step.scale)
+        return part, summed, AddResidual(step.output, total, step.residual, step.keep, *others)
 
     def _experts(self, step: Experts) -> Sequence[Step]:
         """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is.
@@ -316,14 +314,9 @@ class _Sharding:
             starts = range(0, into.weight.shape[0], inner)  # of gate and up, or of one
             into = self._rows(into, tuple((start + begin, start + end) for start in starts))
             shared = into, self._columns(back, (begin, end)), *gate
-        assert step.residual is not None
-        total, gate_up, down = f"{step.output}_sum", own(step.gate_up), own(step.down)
-        part = replace(step, output=f"{total}_part", residual=None, keep=None, own=(first, last), shared=shared)
-        return (
-            replace(part, gate_up=gate_up, down=down),
-            Reduce(total, part.output),
-            AddResidual(step.output, total, step.residual, keep=step.keep),
-        )
+        gate_up, down, output = own(step.gate_up), own(step.down), f"{step.output}_sum_part"
+        part = replace(step, output=output, residual=None, keep=None, own=(first, last), shared=shared)
+        return replace(part, gate_up=gate_up, down=down), Reduce(step.output, output, step.residual, keep=step.keep)
 
     def _about(self, count: int) -> Range:
         """This rank's of things that need not be shared equally."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER
 from edgellm.engines.model.config import Mixture, WeightSpec
@@ -80,6 +80,12 @@ class Step:
     output: str
     #: What messages call it, by its own fields.
     called: ClassVar[str] = "the step {0.__class__.__name__} to {0.output}"
+    #: In a decoder the dtype of its output, "residual" that of the residual stream; a step of encoders alone has none.
+    gives: ClassVar[str | None] = None
+    #: Whether kernels run it between TensorRT's engines, at which it cuts a program.
+    cuts: ClassVar[bool] = False
+    #: Whether of several ranks the first alone has what it gives.
+    gathers: ClassVar[bool] = False
 
     @property
     def weights(self) -> Iterator[WeightSpec]:
@@ -99,8 +105,13 @@ class Step:
 
     @property
     def keeps(self) -> Keep | None:
-        """What it leaves of its input or its residual, if anything."""
+        """What it leaves of `kept_value`, if anything."""
         return getattr(self, "keep", None)
+
+    @property
+    def kept_value(self) -> str | None:
+        """What it may keep: its residual, or the last input of a linear layer without one."""
+        return self.adds_to
 
     @property
     def multiplies(self) -> Linear | None:
@@ -118,9 +129,12 @@ class Step:
         return self.called.format(self)
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """Shape and dtype of what it writes in a decoder, by name, where `kinds` are those of what it reads and
-        `residual` is the dtype of the residual stream. A step of encoders alone says nothing."""
-        return {}
+        """Shape and dtype of what it writes in a decoder, by name, but for what it keeps, where `kinds` are those of
+        what it reads and `residual` is the dtype of the residual stream: by default like the first value that it
+        reads."""
+        if self.gives is None:
+            return {}
+        return {self.output: (kinds[self.reads[0]][0], residual if self.gives == "residual" else self.gives)}
 
     def __repr__(self) -> str:
         """Prints as dataclasses do, but for fields that came later where they have their defaults: a plan is built anew
@@ -137,6 +151,7 @@ class Stateful(Step, ABC):
     """A step of layer `index` that has a state, KV rows or another."""
 
     index: int
+    cuts: ClassVar[bool] = True
 
     @abstractmethod
     def state(self, shape: EngineShape) -> LayerState:
@@ -178,20 +193,13 @@ def _selected(selects: bool, rows: tuple[int, ...], width: int, shape: EngineSha
     return (rows[0], shape.selected if selects else rows[1], width)
 
 
-def _kept(keep: Keep | None, rows: tuple[int, ...]) -> Edge:
-    """What a step keeps of its input or its residual."""
-    return {} if keep is None else {keep.target: (rows, "compute")}
-
-
 @dataclass(frozen=True)
 class Scale(Step):
     """output = factor * value, in the dtype of the residual stream."""
 
     value: str = field(metadata=READS)
     factor: float
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (kinds[self.value][0], residual)}
+    gives: ClassVar[str] = "residual"
 
 
 @dataclass(frozen=True)
@@ -200,9 +208,7 @@ class Add(Step):
 
     value: str = field(metadata=READS)
     other: str | WeightSpec = field(metadata=READS)
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (kinds[self.value][0], residual)}
+    gives: ClassVar[str] = "residual"
 
 
 @dataclass(frozen=True)
@@ -270,7 +276,11 @@ class NormLinear(Step):
 
     called: ClassVar[str] = "the linear layer {0.linear.name}"
     #: Whether inputs may have to be normed, rounded or put side by side before they are multiplied.
-    prepares: ClassVar[bool] = True
+    prepares: ClassVar[Literal[True]] = True
+
+    @property
+    def kept_value(self) -> str:
+        return self.inputs[-1].value
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -278,11 +288,10 @@ class NormLinear(Step):
         return tuple(norm for given in self.inputs for norm in given.norms)
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        of_keep = kinds[self.inputs[-1].value][0]
         if self.into is not None:
-            return _kept(self.keep, of_keep) | {self.output: kinds[self.into]}
+            return {self.output: kinds[self.into]}
         width = self.linear.weight.shape[0] // (2 if self.gated else 1)
-        return _kept(self.keep, of_keep) | {self.output: (_selected(self.selects, of_keep, width, shape), "compute")}
+        return {self.output: (_selected(self.selects, kinds[self.kept_value][0], width, shape), "compute")}
 
 
 @dataclass(frozen=True, repr=False)
@@ -303,7 +312,7 @@ class LinearResidual(Step):
     activation: ClassVar[None] = None
     through: ClassVar[None] = None
     into: ClassVar[None] = None
-    prepares: ClassVar[bool] = False
+    prepares: ClassVar[Literal[False]] = False
 
     called: ClassVar[str] = "the linear layer {0.linear.name}"
 
@@ -319,18 +328,19 @@ class LinearResidual(Step):
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
-        kept = {} if self.keep is None or self.residual is None else _kept(self.keep, kinds[self.residual][0])
-        return kept | {self.output: (rows, residual)}
+        return {self.output: (rows, residual)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Reduce(Step):
-    """output = the sum of what all ranks have in `value`, added in the order of ranks; see `sharding`."""
+    """output = residual, if there is one, + scale * the sum of what all ranks have in `value`, added in the order of
+    ranks; `keep` gets the residual. See `sharding`."""
 
     value: str = field(metadata=READS)
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (kinds[self.value][0], residual)}
+    residual: str | None = field(default=None, metadata=READS | ADDED_LATER)
+    scale: float = field(default=1.0, metadata=ADDED_LATER)
+    keep: Keep | None = field(default=None, metadata=ADDED_LATER)
+    gives: ClassVar[str] = "residual"
 
 
 @dataclass(frozen=True)
@@ -340,24 +350,22 @@ class Assemble(Step):
 
     value: str = field(metadata=READS)
     widths: tuple[int, ...]
+    gathers: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class AddResidual(Step):
-    """What `LinearResidual` does with what its linear layer gives, which is the `value` here."""
+    """What `LinearResidual` does with what its linear layer gives, which is the `value` here, already scaled."""
 
     value: str = field(metadata=READS)
     residual: str = field(metadata=READS)
-    scale: float = 1.0
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
     norm: Norm | None = None
     factor: WeightSpec | None = None
     linear: ClassVar[None] = None
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
-        return kept | {self.output: (kinds[self.value][0], residual)}
+    scale: ClassVar[float] = 1.0
+    gives: ClassVar[str] = "residual"
 
 
 @dataclass(frozen=True, repr=False)
@@ -389,10 +397,7 @@ class Experts(Step):
     own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
 
     called: ClassVar[str] = "the mixture of experts {0.router.name}"
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        rows = kinds[self.given.value][0]
-        return _kept(self.keep, rows) | {self.output: (rows, residual)}
+    gives: ClassVar[str] = "residual"
 
 
 @dataclass(frozen=True, repr=False)

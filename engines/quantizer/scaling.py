@@ -7,8 +7,9 @@ the norm or into the rows of the linear layer that makes the input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,11 @@ class Folding:
     start: int = 0
 
 
+#: Of a step the linear layers whose input can be scaled, and what its output's columns are products of.
+_Found = tuple[Iterable[tuple[Linear, Folding | None]], Folding | None]
+_Rows = Mapping[str, Folding | None]
+
+
 def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
     """A layer's linear layers, by their names, whose input can be scaled.
 
@@ -44,29 +50,45 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
     What all experts take is not scaled: its norm is the router's, too. Nor is what `down` takes of experts with
     `Mixture.limit`, or without gates: limits, the 1 that is added and squares do not scale.
     """
-    makers: dict[str, Step] = {}
+    rows: dict[str, Folding | None] = {}  # by the values whose columns are products of them
     found: dict[str, Folding] = {}
     for step in steps:
-        if isinstance(step, NormLinear) and len(step.inputs) == 1 and len(step.inputs[0].norms) == 1:
-            found[step.linear.name] = Folding(norm=step.inputs[0].norms[0])
-        elif isinstance(step, LinearResidual):
-            maker = makers.get(step.value)
-            if isinstance(maker, Attention) and maker.heads[0] == maker.heads[1]:
-                projection = makers[maker.value]
-                if isinstance(projection, NormLinear) and projection.into is None:
-                    heads, kv_heads, size = maker.heads
-                    before = (2 * heads if maker.gated else heads) + kv_heads
-                    found[step.linear.name] = Folding(linear=projection.linear, start=before * size)
-            elif isinstance(maker, NormLinear) and maker.gated:
-                start = maker.linear.weight.shape[0] // 2
-                found[step.linear.name] = Folding(linear=maker.linear, start=start)
-        elif isinstance(step, Experts):
-            scalable = [] if step.mixture.activation.kind != "gated" else expert_linears(step)
-            for gate_up, down in (*scalable, *([step.shared[:2]] if step.shared and step.mixture.gated else [])):
-                found[down.name] = Folding(linear=gate_up, start=gate_up.weight.shape[0] // 2)
-        if not isinstance(step, NormParts):  # behind attention there are the columns that it leaves as they are
-            makers[step.output] = step
+        scaled, rows[step.output] = _KINDS[type(step)](step, rows) if type(step) in _KINDS else ((), None)
+        found |= {linear.name: place for linear, place in scaled if place is not None}
     return found
+
+
+def _of_norm_linear(step: NormLinear, rows: _Rows) -> _Found:
+    norms, is_linear = step.inputs[0].norms, step.gated or (step.activation is None and step.into is None)
+    scaled = [(step.linear, Folding(norm=norms[0]))] if len(step.inputs) == len(norms) == 1 else []
+    return scaled, _rows_of(step.linear, 2 if step.gated else 0) if is_linear else None
+
+
+def _of_attention(step: Attention, rows: _Rows) -> _Found:
+    (heads, kv_heads, size), projected = step.heads, rows.get(step.value)
+    if heads != kv_heads or projected is None:
+        return (), None
+    return (), replace(projected, start=((2 * heads if step.gated else heads) + kv_heads) * size)
+
+
+def _of_experts(step: Experts, rows: _Rows) -> _Found:
+    pairs: list[Any] = [] if step.mixture.activation.kind != "gated" else [*expert_linears(step)]
+    pairs += [step.shared[:2]] if step.shared and step.mixture.gated else []
+    return [(down, _rows_of(gate_up, 2)) for gate_up, down in pairs], None
+
+
+def _rows_of(linear: Linear, parts: int) -> Folding:
+    """The last of so many equal parts of the rows, or all."""
+    return Folding(linear=linear, start=linear.weight.shape[0] // parts if parts else 0)
+
+
+_KINDS: dict[type, Callable[[Any, _Rows], _Found]] = {
+    NormLinear: _of_norm_linear,
+    LinearResidual: lambda step, rows: ([(step.linear, rows.get(step.value))], None),
+    Attention: _of_attention,
+    Experts: _of_experts,
+    NormParts: lambda step, rows: ((), rows.get(step.value)),  # behind attention are columns that it leaves as they are
+}
 
 
 def expert_linears(step: Experts) -> list[tuple[Linear, Linear]]:

@@ -41,6 +41,20 @@ def help_of(*command: str, **environment: str) -> str:
     return finished.stdout.decode()
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("serve", "-m", "A", "--model=B"), "--model: 'A' and 'B' are given: give one of them"),
+        (("cache", "build", "--folder", "A", "--folder", "B"), "--folder: 'A' and 'B' are given"),
+        (("--log-level", "info", "--log-level", "debug", "list"), "--log-level: 'info' and 'debug' are given"),
+        (("serve", "--allowed-host", "a", "--allowed-host", "b", "--port", "c"), "'--port': 'c'"),
+    ],
+)
+def test_an_option_of_one_value_is_given_once(edgellm: Edgellm, asked: tuple[str, ...], message: str) -> None:
+    code, out, err = edgellm(*asked)
+    assert (code, out) == (2, "") and message in err
+
+
 @pytest.mark.parametrize("command", ALL, ids=" ".join)
 def test_every_help_has_panels_that_fit_and_an_example_that_is_right(
     edgellm: Edgellm, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]

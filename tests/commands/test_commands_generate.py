@@ -219,6 +219,7 @@ def test_wrong_usage(edgellm, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
+        (["x", "--backend", "numpy", "--executor", "tensorrt"], b"", "the executor tensorrt runs steps on a GPU"),
         ([""], b"", "the prompt is empty"),
         (["  \n"], b"", "the prompt is empty"),
         ([], b"", "standard input is empty"),

@@ -27,6 +27,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.formats.gguf_file import GgufFile, Texts
 from edgellm.errors import CheckpointError, EngineDirectoryError
+from edgellm.hub.directories import local_directory
 from edgellm.kernels.user_paths import user_cache_directory
 from edgellm.sampling_params import SamplingParams
 
@@ -126,14 +127,14 @@ def test_a_linked_file_that_changed_or_went(edgellm: Edgellm, file: Path, tmp_pa
     assert edgellm("build", file, tmp_path / "robot", "--no-try")[0] == 0
     data = bytearray(file.read_bytes())
     os.truncate(file, len(data) // 2)
-    with pytest.raises(EngineDirectoryError, match=r"model\.gguf: .* bytes, expected"):
+    with pytest.raises(EngineDirectoryError, match=rf"model\.gguf: .* bytes, expected .* \(a link to {file}\)"):
         EngineDirectory.open(tmp_path / "robot")
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(EngineDirectoryError, match=r"model\.gguf: SHA-256"):
         EngineDirectory.open(tmp_path / "robot")
     file.unlink()
-    with pytest.raises(EngineDirectoryError, match=r"model\.gguf: missing"):
+    with pytest.raises(EngineDirectoryError, match=rf"model\.gguf: missing \(a link to {file}\)"):
         EngineDirectory.open(tmp_path / "robot")
 
 
@@ -176,6 +177,9 @@ def test_errors_name_the_file(edgellm: Edgellm, checkpoint: Path, file: Path, tm
     write_gguf(mixture, metadata | {f"{metadata['general.architecture']}.expert_count": 8}, tensors)
     code, _, err = edgellm("build", mixture, tmp_path / "second")
     assert code == 1 and f"{mixture}, as config.json (" in err and "is 8 (mixture of experts)" in err
+    write_gguf(mixture, metadata | {f"{metadata['general.architecture']}.context_length": 0}, tensors)
+    code, _, err = edgellm("build", mixture, tmp_path / "second")
+    assert code == 1 and "max_position_embeddings is 0" in err and "Take another release of this model" in err
 
 
 def test_a_build_leaves_no_folder_behind(
@@ -246,6 +250,9 @@ def test_a_model_in_several_files(edgellm: Edgellm, file: Path, tmp_path: Path) 
     names = sorted(path.name for path in (tmp_path / "robot").glob("*.gguf"))
     assert names == [f"model-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
     assert _answers(tmp_path / "robot") == _answers(file) == _answers(tmp_path / "part-00001-of-00003.gguf")
+    first, second = (tmp_path / f"part-{number:05}-of-00003.gguf" for number in (1, 2))
+    assert local_directory(second) == local_directory(first)
+    assert edgellm("remove", second)[0] == 0 and edgellm("remove", first)[0] == 1
     (tmp_path / "part-00003-of-00003.gguf").unlink()
     with pytest.raises(EngineDirectoryError, match=r"model-00003-of-00003\.gguf: missing"):
         EngineDirectory.open(tmp_path / "robot")

@@ -99,9 +99,10 @@ def golden_directory(
     return describe_in_place(place, EngineLimits(1, 16, 64, image_rows=rows), dtype, attention)
 
 
-def open_vision(backend, directory: EngineDirectory, **settings) -> VisionEngineRunner:
-    """A vision runner that is alone on its backend."""
-    runner = VisionEngineRunner.open(backend, directory, **settings)
+def open_vision(backend, directory: EngineDirectory, keeps: bool = True) -> VisionEngineRunner:
+    """A vision runner that is alone on its backend, and perhaps keeps no embeddings."""
+    runner = VisionEngineRunner(backend, directory)
+    runner.cache.most *= keeps
     backend.check_memory(MemoryPlan({**runner.memory, "engine scratch": backend.scratch_bytes()}))
     runner.load()
     return runner

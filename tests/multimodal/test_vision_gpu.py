@@ -98,7 +98,7 @@ def test_pixels_to_embeddings_beside_a_language_model(
     images = [processor.prepare(one) for one in pixels]
     reference = open_vision(open_backend("numpy", directory), directory).encode(images)
     backend = open_backend("tensorrt", directory)
-    runner = VisionEngineRunner.open(backend, directory)
+    runner = VisionEngineRunner(backend, directory)
     with directory.checkpoint() as files:
         base = BaseEngineRunner(backend, directory.config, directory.limits, files, vision_memory=runner.memory)
     runner.load()
@@ -129,7 +129,7 @@ def test_frames_one_behind_the_other_have_the_bits_of_each_alone(
     sizes = ((30, 41), (17, 60), (60, 50)) * 4
     images = [processor.prepare(random.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
     backend = open_backend("tensorrt", directory)
-    runner = open_vision(backend, directory, cache_bytes=0)
+    runner = open_vision(backend, directory, keeps=False)
     captured = backend.made.counts[CAPTURED]
     assert captured == len(directory.limits.image_rows)
     found = runner.encode(images)

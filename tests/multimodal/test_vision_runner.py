@@ -47,7 +47,7 @@ def test_an_image_is_computed_once(runner: VisionEngineRunner, images: list[Gold
 def test_a_repeated_image_in_one_request_is_computed_once_without_a_cache(
     directory: EngineDirectory, images: list[GoldenImage]
 ) -> None:
-    runner = open_vision(open_backend("numpy", directory), directory, cache_bytes=0)
+    runner = open_vision(open_backend("numpy", directory), directory, keeps=False)
     first, second = runner.encode([images[0], images[0]])
     assert first is second
     assert runner.encoded == 1
@@ -97,7 +97,7 @@ def test_the_order_of_images_does_not_matter_on_shared_buffers(
 def test_memory_is_written_anew_when_nobody_reads_it(directory: EngineDirectory, images: list[GoldenImage]) -> None:
     """Each image is one captured launch, of those that loading made; what is held stays."""
     backend = FixedShapeBackend(directory)
-    device = open_vision(backend, directory, cache_bytes=0)
+    device = open_vision(backend, directory, keeps=False)
     captured = [*backend.captures]
     alone = [open_vision(FixedShapeBackend(directory), directory).encode([image])[0] for image in images]
     expected = [host_view(one.rows) for one in alone]
@@ -145,19 +145,18 @@ def test_an_image_prepared_for_another_model(runner: VisionEngineRunner, images:
 def test_a_directory_without_vision(tiny_engines: Path) -> None:
     directory = EngineDirectory.open(tiny_engines)
     with pytest.raises(EngineError, match=r"no vision encoder.*--vision VISION_DIR"):
-        VisionEngineRunner.open(open_backend("numpy", directory), directory)
+        VisionEngineRunner(open_backend("numpy", directory), directory)
 
 
 def test_what_it_takes_is_planned(directory: EngineDirectory) -> None:
     backend = FixedShapeBackend(directory)
-    runner = VisionEngineRunner.open(backend, directory, cache_bytes=1000)
+    runner = VisionEngineRunner(backend, directory)
     allocated = []
     allocate = backend._allocate
     backend._allocate = lambda *arguments: allocated.append(allocate(*arguments)) or allocated[-1]
     runner.load()
     weights = sum(array.nbytes for array in runner._weights.values())
     assert runner.memory["vision weights"] == weights
-    assert runner.memory["image embeddings"] == 1000
     runner.encode(golden_images("qwen2_5_vl"))
     own = sum(one.nbytes for one in allocated)
     kept = sum(one.nbytes for one in runner.encode(golden_images("qwen2_5_vl")))

@@ -22,7 +22,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.media import place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import CheckpointError, EngineDirectoryError, UnsupportedModelError
+from edgellm.errors import CheckpointError, EngineDirectoryError
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
@@ -89,7 +89,11 @@ def test_preprocessing_that_the_model_is_not_made_for_is_refused(engines: Path, 
     vision = EngineDirectory.open(engines).vision
     published = json.loads((engines / "preprocessor_config.json").read_text())
     for change, error, words in (
-        ({"do_pan_and_scan": True}, UnsupportedModelError, "do_pan_and_scan is true, supported is false: an image is"),
+        (
+            {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 0},
+            CheckpointError,
+            "crops is 0, expected a whole number",
+        ),
         ({"image_seq_length": 256}, CheckpointError, "image_seq_length is 256, expected 16, as config.json has it"),
         ({"size": {"height": 64, "width": 64}}, CheckpointError, "expected images of 32 x 32 pixels"),
     ):

@@ -31,10 +31,8 @@ from edgellm.engines.runners.media import MediaEmbeddings, place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import EngineDirectoryError, MediaError
 from edgellm.llm import LLM
-from edgellm.media.opening import open_encoders, open_texts
-from edgellm.metrics import Metrics
 from edgellm.multimodal.image_processor import open_image_processor
-from edgellm.multimodal.tiles import Tile
+from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.vision_layout import patch_coordinates
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
@@ -45,7 +43,12 @@ from tools.demo_model.describe import describe_in_place
 
 FOLDER = golden_folder("tiled")
 NAMES = sorted(path.name for path in FOLDER.iterdir())
-_TOKENS = {"internvl": "<IMG_CONTEXT>", "gemma4": "<|image|>", "minicpmv4": "<|image_pad|>"}
+_TOKENS = {
+    "gemma3": "<start_of_image>",
+    "internvl": "<IMG_CONTEXT>",
+    "gemma4": "<|image|>",
+    "minicpmv4": "<|image_pad|>",
+}
 MARKERS = {name: _TOKENS.get(name.split("_")[0], "<image>") for name in NAMES}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 #: torchvision resizes LFM2-VL's pictures, in steps of one of 255 of Pillow's; others' have the bits of this release.
@@ -73,7 +76,7 @@ class Golden:
             "{% endfor %}{% endif %}{% if message.role == 'system' %}:{% endif %}{% endfor %}"
         )
         self.name, self.path, self.marker = name, place, MARKERS[name]
-        limits = with_window_rows(decoder, EngineLimits(1, 16, 128, image_rows=rows))
+        limits = with_window_rows(decoder, EngineLimits(1, 16, 192, image_rows=rows))
         describe_in_place(place, limits, dtype)
         processor = open_image_processor(place, self.vision, rows[0])
         self.tiles = [tile for image in self.images for tile in processor.prepare(image).tiles]
@@ -125,21 +128,18 @@ def has_pillow_of(cuts: dict[str, Any]) -> bool:
     return cuts["pillow"].split(".")[0] == PIL.__version__.split(".")[0]
 
 
-def in_reading_order(tile: Tile) -> np.ndarray:
+def in_reading_order(tile: PreparedImage) -> np.ndarray:
     """The patches row by row."""
-    rows, columns = patch_coordinates(tile.grid, tile.layout.merge_size, tile.layout.nested)
+    rows, columns = patch_coordinates(tile.grid, tile.layout.merge_size, getattr(tile.layout, "nested", False))
     return tile.patches[np.argsort(rows * tile.grid[2] + columns)]
 
 
 def test_prompts_have_the_ids_of_the_published_processors(golden: Golden) -> None:
-    directory = EngineDirectory.open(golden.path)
-    tokenizer, _ = open_texts(directory, directory)
-    media = open_encoders(open_backend("numpy", directory), directory, directory, Metrics(), tokenizer)
-    pieces = media.prepare(media_of_prompt("image", golden.images))
-    ids = media.expand(tokenizer.encode(golden.prompt, add_special_tokens=False), pieces)
-    assert ids == golden.expected["token_ids"].tolist()
-    spans = media.encode(ids, pieces).spans
-    media.close()
+    with SpecDecodeRuntime(golden.path, backend="numpy") as runtime:
+        ids = runtime.prompt_ids(Request(golden.prompt, images=golden.images))
+        assert ids == golden.expected["token_ids"].tolist()
+        media = runtime._media
+        spans = media.encode(ids, media.prepare(media_of_prompt("image", golden.images))).spans
     assert len(spans) == len(golden.tiles) == len({span.embeddings.digest for span in spans})
 
 
@@ -153,10 +153,10 @@ def test_parts_have_the_rows_of_transformers(golden: Golden) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["smolvlm", "lfm2_vl", "internvl", "gemma4", "gemma4_wide", "minicpmv4_6"])
+@pytest.mark.parametrize("name", ["smolvlm", "lfm2_vl", "internvl", "gemma3", "gemma4", "gemma4_wide", "minicpmv4_6"])
 def test_a_gpu_gives_the_rows_of_transformers(name: str, tmp_path: Path) -> None:
     """In float16, or where the language model's values go beyond it in bfloat16, on kernels."""
-    dtype = "bfloat16" if name.startswith("gemma4") else "float16"
+    dtype = "bfloat16" if name.startswith("gemma") else "float16"
     golden = Golden(name, tmp_path, dtype)
     directory = EngineDirectory.open(golden.path)
     backend = open_backend("tensorrt", directory)
@@ -192,7 +192,7 @@ def test_a_gpu_has_the_logits_of_numpy_behind_pictures(name: str, tmp_path: Path
 
 def test_every_prefix_has_the_logits_of_transformers(golden: Golden) -> None:
     language = Language(golden)
-    runner = language.runner(with_window_rows(language.config, EngineLimits(1, 16, 128)))
+    runner = language.runner(with_window_rows(language.config, EngineLimits(1, 16, 192)))
     for stop in range(1, len(language.token_ids) + 1):
         if (
             language.config.image_tokens
@@ -221,7 +221,7 @@ def test_what_a_language_model_does_with_pictures_would_be_missed(
             replace(each, grid=tile.grid)
             for each, tile in zip(language.images, Golden(name, tmp_path).tiles, strict=True)
         ]
-    runner = language.runner(with_window_rows(language.config, EngineLimits(1, 16, 128)))
+    runner = language.runner(with_window_rows(language.config, EngineLimits(1, 16, 192)))
     runner.start(0, language.token_ids, 0, SamplingValues(), language.placed()).wait()
     assert largest_difference(runner.logits(0), language.expected["logits"][-1]) > 0.01
 

@@ -31,7 +31,8 @@ import edgellm.engines
 import edgellm.kernels
 import edgellm.multimodal
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.model.steps import Stateful, Step
+from edgellm.engines.backends.steps.table import TABLE
+from edgellm.engines.model.steps import Step
 from edgellm.generation import RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Request
@@ -134,14 +135,19 @@ def functions_of_many_parameters() -> list[str]:
 
 def questions_of_steps() -> list[str]:
     """Calls of `isinstance` for kinds of steps: file and place."""
-    kinds = {each.__name__ for base in (Step, Stateful) for each in base.__subclasses__()}
+    kinds = {each.__name__ for kind in (Step, *TABLE) for each in _kinds_of(kind)}
     found = []
     for path, place in _sources(".py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-                asked = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                asked = {getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(node.args[1])}
                 found += [f"{place}:{node.lineno}"] if asked & kinds else []
     return found
+
+
+def _kinds_of(kind: type) -> set[type]:
+    """A class and all that inherit from it."""
+    return {kind}.union(*map(_kinds_of, kind.__subclasses__()))
 
 
 def _sources(*suffixes: str) -> list[tuple[Path, str]]:

@@ -37,7 +37,8 @@ SECONDS, RATE = 60, 2
 
 def encoded(backend: Any, directory: EngineDirectory, parts: list[PreparedImage]) -> tuple[float, float]:
     """Seconds of the processors and of the wall that encoding the parts takes, none of which is known."""
-    runner = VisionEngineRunner.open(backend, directory, cache_bytes=0)
+    runner = VisionEngineRunner(backend, directory)
+    runner.cache.most = 0
     backend.check_memory(MemoryPlan({**runner.memory, "engine scratch": backend.scratch_bytes()}))
     runner.load()
     runner.encode(parts[:1])

@@ -74,7 +74,7 @@ def prompt_ids(directory: EngineDirectory, tokens: int) -> list[int]:
 def measure(directory: EngineDirectory, backend_name: str) -> dict[str, Any]:
     """Times in milliseconds of each part, of the whole, and of a frame that was seen before."""
     backend = open_backend(backend_name, directory)
-    vision = VisionEngineRunner.open(backend, directory)
+    vision = VisionEngineRunner(backend, directory)
     with directory.checkpoint() as files:
         base = BaseEngineRunner(backend, directory.config, directory.limits, files, vision_memory=vision.memory)
     vision.load()
@@ -124,7 +124,7 @@ def measure_attention(directory: EngineDirectory, kind: str) -> float:
     """Milliseconds of `encode` with another kind of attention than the directory's, on TensorRT."""
     directory = replace(directory, attention=kind)
     backend = open_backend("tensorrt", directory)
-    vision = VisionEngineRunner.open(backend, directory)
+    vision = VisionEngineRunner(backend, directory)
     backend.check_memory(MemoryPlan({**vision.memory, "engine scratch": backend.scratch_bytes()}))
     vision.load()
     processor, spans = open_processor(directory), []

@@ -32,6 +32,7 @@ from golden_folders import VERSIONS, draw_tensors, whole, with_shares, write_fol
 from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4_images
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
@@ -172,6 +173,11 @@ _MINICPM_NAMES = (
     *("image_id_start_token", "image_id_end_token", "image_token", "video_token"),
 )
 _GEMMA4_IDS = {"boi_token_id": "<|image>", "eoi_token_id": "<image|>", "audio_token_id": "<|audio|>"}
+_GEMMA3 = {
+    **{"size": {"height": 16, "width": 16}, "image_mean": _HALF, "image_std": _HALF, "do_pan_and_scan": True},
+    **{"pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 2, "pan_and_scan_min_ratio_to_activate": 1.2},
+}
+_GEMMA3_TOKENS = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
 MODELS = {
     "smolvlm": Model(
         transformers.SmolVLMConfig,
@@ -259,6 +265,36 @@ MODELS = {
         names=dict(zip(_MINICPM_NAMES, [*_MINICPM_TOKENS, "<|image_pad|>", "<|video_pad|>"], strict=True)),
         letters="01",
     ),
+    "gemma3": Model(
+        transformers.Gemma3Config,
+        transformers.Gemma3ForConditionalGeneration,
+        {
+            **{**_TEXT, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 24},
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16, "vision_use_head": False},
+        {"mm_tokens_per_image": 4, "boi_token_index": 29, "eoi_token_index": 31, "tie_word_embeddings": False},
+        _GEMMA3_TOKENS,
+        "<image_soft_token>",
+        lambda image_processor, tokenizer: partial(
+            transformers.Gemma3Processor(image_processor, tokenizer, image_seq_length=4), **_GEMMA3
+        ),
+        Gemma3ImageProcessorPil,
+        _GEMMA3,
+        "look at<start_of_image>\nand <start_of_image> what is it?\n",
+        [(40, 16), (16, 18)],
+        [
+            (_GEMMA3, [*_SIZES, (40, 16), (16, 18)]),
+            ({**_GEMMA3, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_crop_size": 256}, _SIZES),
+            ({**_GEMMA3, "pan_and_scan_max_num_crops": 7, "pan_and_scan_min_ratio_to_activate": 1.7}, _SIZES),
+        ],
+        names=dict(zip(("boi_token", "image_token", "eoi_token"), _GEMMA3_TOKENS, strict=True)),
+        letters="Hbcgmpy",
+    ),
     # As E2B and E4B, and as the larger ones.
     "gemma4": _gemma4(
         {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8},
@@ -289,10 +325,11 @@ def make_model(name: str, directory: Path) -> None:
     images = [Image.fromarray(synthetic_image(*size)) for size in golden.sizes]
     processor = golden.processor(image_processor, tokenizer)
     inputs = processor(text=[golden.prompt], images=[images], return_tensors="pt", add_special_tokens=False)
-    inputs.pop("token_type_ids", None)
+    if golden.config is not transformers.Gemma3Config:  # to which they say what is an image
+        inputs.pop("token_type_ids", None)
     with whole(directory) as complete, torch.no_grad():
         model = golden.model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager").eval()
-        of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
+        of_text = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
         shown = {key: value for key, value in inputs.items() if key not in of_text}
         rows = model.get_image_features(**shown).pooler_output
         logits = model(**inputs).logits[0]

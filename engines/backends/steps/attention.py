@@ -88,7 +88,7 @@ class FewTokens(_AnyAttention):
         attention = run.kernels.few.attention(
             qkv,
             contract.AttentionWeights(
-                *(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part, _sinks(step, run)),
+                *(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part, run.found(step.sinks)),
                 *(step.query_columns, step.neighbours, step.norms_behind, step.cap, step.norms_values),
             ),
             contract.AttentionStep(
@@ -139,7 +139,7 @@ class PromptTokens(_AnyAttention):
         if step.looks_ahead:
             attention = prefill.attention_ahead(*given, array(LAST_SEEN), step.cap)
         else:
-            attention = prefill.causal_attention(*given, _sinks(step, run), step.cap)
+            attention = prefill.causal_attention(*given, run.found(step.sinks), step.cap)
         return [prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context), attention]
 
     def loads(self, step: Attention, program: Program) -> tuple[Any, ...]:
@@ -163,10 +163,6 @@ def _layer_refusal(step: Attention, shape: EngineShape) -> str | None:
     if shape.window_rows % RING_STEP:
         return f"rings of windows have a multiple of {RING_STEP} rows, not {shape.window_rows}"
     return None
-
-
-def _sinks(step: Attention, run: Launching) -> Array | None:
-    return None if step.sinks is None else run.array(step.sinks.name)
 
 
 def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, ClassVar
 
-from edgellm.engines.backends.steps.implementation import Implementation, step_rows
-from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching
-from edgellm.engines.backends.steps.ranks import with_sums
+from edgellm.engines.backends.steps.implementation import Implementation, kept_scratch, step_rows
+from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.config import Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
@@ -28,9 +27,9 @@ from edgellm.engines.model.steps import (
     Linear,
     LinearResidual,
     NormLinear,
-    Reduce,
     SideBySide,
     Step,
+    rows_like,
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS
 from edgellm.kernels.decode.tilings import Capacity
@@ -92,6 +91,11 @@ class _OfExperts(Step):
         return None
 
     @property
+    def kind(self) -> str:
+        """What is made of the products: an activation's kind, or "sums"."""
+        return self.mixture.activation.kind
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """Rows and columns of the matrix of one expert."""
         rows, columns = self.linear.weight.shape
@@ -103,7 +107,7 @@ class GateUpExperts(_OfExperts):
     """output = what each of a row's experts makes of its gates and ups of the row, beside each other."""
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: ((*kinds[self.ids][0][:-1], self.mixture.chosen * self.mixture.size), "compute")}
+        return {self.output: (rows_like(kinds, self.ids, self.mixture.chosen * self.mixture.size), "compute")}
 
 
 @dataclass(frozen=True)
@@ -120,23 +124,21 @@ class DownExperts(_OfExperts):
     keep: Keep | None = None
 
     @property
+    def kind(self) -> str:
+        return "sums"
+
+    @property
     def products(self) -> str:
         """Where the products come together, float32 [R, k N]."""
         return f"{self.output}_products"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        rows = (*kinds[self.ids][0][:-1], self.matrix[0])
-        kept: Edge = {} if self.keep is None else {self.keep.target: (rows, "compute")}
-        return kept | {self.output: (rows, residual)}
+        return {self.output: (rows_like(kinds, self.ids, self.matrix[0]), residual)}
 
 
 def for_kernels(program: Program) -> Program:
-    """The same, of which it is known what is packed, with each mixture of experts, and what ranks add, as the steps
-    that kernels run."""
-    kinds = {type(step) for step in program.steps}
-    if Reduce in kinds:
-        program = with_sums(program)
-    if Experts not in kinds:
+    """The same with each mixture of experts as the steps that kernels run."""
+    if not program.mixtures:
         return program
     each = (_steps_of(step, program) if isinstance(step, Experts) else (step,) for step in program.steps)
     return replace(program, steps=tuple(chain.from_iterable(each)))
@@ -192,7 +194,11 @@ class ChooseByRow(Implementation[ChooseExperts]):
         return {name: program.kinds[name] for name in names[: 2 + (step.gate is not None)]}
 
     def launches(self, step: ChooseExperts, run: Launching, next_early: bool) -> list[Any]:
-        return [run.kernels.experts.choose(*_chosen(step, run))]
+        array, gate = run.array, step.gate
+        shared = None if gate is None else (array(step.given), array(gate.weight.name))
+        routed = _routed(run, step.output, step.shares, None if gate is None else step.shared_shares)
+        choice = Choice(step.mixture.routing, array(step.scores), run.found(step.correction), shared, step.own)
+        return [run.kernels.experts.choose(choice, routed)]
 
 
 class _Pairs(Implementation[Any]):
@@ -203,7 +209,7 @@ class _Pairs(Implementation[Any]):
 
     def refusal(self, step: GateUpExperts | DownExperts, program: Program, limit: int) -> str | None:
         layout, rows = program.packed.get(step.linear.weight.name), step_rows(step, program)
-        gated = isinstance(step, GateUpExperts) and step.mixture.activation.kind == "gated"
+        gated = step.kind == "gated"
         refused = _layout_refusal(layout) or matrix_refusal(*step.matrix, gated, _one(layout))
         if refused is None and rows * step.mixture.chosen > MAX_PAIRS:
             refused = f"pairs of rows and experts are up to {MAX_PAIRS}, not {rows * step.mixture.chosen}"
@@ -234,15 +240,10 @@ class DownPairs(_Pairs):
     def scratch(self, step: DownExperts, program: Program) -> Edge:
         rows, width = self._rows_of(step, program)
         products = (rows, step.mixture.chosen * step.matrix[0]), "float32"
-        found: Edge = {step.output: ((rows, width), "float32"), step.products: products}
-        if step.keep is not None:
-            found |= {step.keep.target: ((rows, width), "compute"), JOINED_INPUTS: ((rows * width,), "compute")}
-        return found
+        return {step.output: ((rows, width), "float32"), step.products: products} | kept_scratch(step, program)
 
     def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
-        if step.keep is None or step.residual is None:
-            return self._added(step, run)
-        return [run.copy_kept(step.keep, run.array(step.residual)), *self._added(step, run)]
+        return [*run.keeping(step), *self._added(step, run)]
 
     def _added(self, step: DownExperts, run: Launching) -> list[Any]:
         given, products = run.array(step.value), run.array(step.products)
@@ -259,21 +260,12 @@ def weights_of(step: GateUpExperts | DownExperts, run: Launching) -> ExpertWeigh
 
 def addition_of(step: DownExperts, run: Launching) -> Addition:
     """What the products of a row's experts are added to."""
-    residual, shared = (None if name is None else run.array(name) for name in (step.residual, step.shared))
     routed = _routed(run, step.ids, step.shares, step.shared_shares)
-    return Addition(routed, residual, run.array(step.output), step.scale, shared)
-
-
-def _chosen(step: ChooseExperts, run: Launching) -> tuple[Choice, Routed]:
-    array = run.array
-    correction = None if step.correction is None else array(step.correction.name)
-    shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))
-    routed = _routed(run, step.output, step.shares, None if step.gate is None else step.shared_shares)
-    return Choice(step.mixture.routing, array(step.scores), correction, shared, step.own), routed
+    return Addition(routed, run.found(step.residual), run.array(step.output), step.scale, run.found(step.shared))
 
 
 def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:
-    return Routed(run.array(ids), run.array(shares), None if shared_shares is None else run.array(shared_shares))
+    return Routed(run.array(ids), run.array(shares), run.found(shared_shares))
 
 
 def _one(layout: PackedLayout | None) -> DeviceLayout | None:

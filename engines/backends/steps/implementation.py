@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Generic, TypeVar
 
-from edgellm.engines.backends.steps.launching import Launching, StepKernels
+from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching, StepKernels
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Step
@@ -76,6 +76,15 @@ class Implementation(Generic[StepKind]):
 def step_rows(step: Step, program: Program) -> int:
     """Rows of activations that a step computes."""
     return math.prod(program.kinds[step.output][0][:-1])
+
+
+def kept_scratch(step: Step, program: Program) -> Edge:
+    """What a step needs for `Launching.keeping`."""
+    if step.keeps is None or step.kept_value is None:
+        return {}
+    *rows, width = program.kinds[step.kept_value][0]
+    size = math.prod(rows), width
+    return {step.keeps.target: (size, "compute"), JOINED_INPUTS: ((math.prod(size),), "compute")}
 
 
 def packed_layout(step: Step, program: Program) -> PackedLayout | None:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection
+from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Input, Keep, Linear, LinearResidual, Norm, NormLinear
+from edgellm.engines.model.steps import Input, Keep, Linear, LinearResidual, Norm, NormLinear, Step
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import AddedTo, Kept, LinearAdapters, LinearWeights, NormedInput, padded_columns
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
@@ -97,6 +98,20 @@ class Launching:
         added = AddedTo(residual, self.array(name), normed.weight, normed.epsilon, normed.offset, factor)
         return normed.values, added
 
+    def found(self, what: str | WeightSpec | None) -> Array | None:
+        """The array of a value or a weight, or None of None."""
+        name = what.name if isinstance(what, WeightSpec) else what
+        return None if name is None else self.array(name)
+
+    def normed(self, values: Array, norm: Norm | None) -> tuple[NormedInput, list[Any]]:
+        """Values that are added once they are normed, if so, and the launch that norms them before where that is one of
+        its own."""
+        if norm is None:
+            return NormedInput(values, None), []
+        if norm.bias is not None:
+            return NormedInput(values, None), [self.norm_rows(values, norm, values)]
+        return NormedInput(values, self.array(norm.weight.name), norm.epsilon, norm.offset), []
+
     def sequences(self, name: str) -> Array:
         """A value [B, T, width]."""
         shape = self.program.shape
@@ -108,8 +123,7 @@ class Launching:
 
     def weights(self, linear: Linear) -> LinearWeights:
         """The weights of a linear layer, with adapters where the engine has them."""
-        bias = None if linear.bias is None else self.array(linear.bias.name)
-        return LinearWeights(self.array(linear.weight.name), bias, self._adapters(linear))
+        return LinearWeights(self.array(linear.weight.name), self.found(linear.bias), self._adapters(linear))
 
     def _adapters(self, linear: Linear) -> LinearAdapters | None:
         adapted, shape = self.program.adapted.get(linear.name), self.program.shape
@@ -138,10 +152,13 @@ class Launching:
         """Where a step keeps what it read."""
         return None if keep is None else Kept(self.array(keep.target), keep.place, keep.raw)
 
-    def copy_kept(self, keep: Keep, values: Array) -> Any:
-        """The launch that keeps values which their step does not keep."""
+    def keeping(self, step: Step) -> list[Any]:
+        """The launch that keeps what a step is to keep, where that is a launch of its own."""
+        if step.keeps is None or step.kept_value is None:
+            return []
+        values = self.array(step.kept_value)
         any_place = self.shared(JOINED_INPUTS, values.size // values.shape[-1], values.shape[-1])
-        return self.kernels.few.norm(NormedInput(values, None), any_place, 0, self.kept(keep))
+        return [self.kernels.few.norm(NormedInput(values, None), any_place, 0, self.kept(step.keeps))]
 
     def together(
         self, step: NormLinear, padded: bool, next_early: bool = True, arranged: InputPermutation | None = None
@@ -180,7 +197,7 @@ class Launching:
         (given,), columns, keep = step.inputs, step.linear.weight.shape[1], step.keep
         launches, values = list[Any](), self.array(given.value)
         if keep is not None and keep.raw:
-            launches.append(self.copy_kept(keep, values))
+            launches += self.keeping(step)
             keep = None
         launches.append(self.norm_rows(values, given.norms[0], packed, next_early))
         if keep is not None or arranged is not None:
@@ -191,8 +208,8 @@ class Launching:
     def norm_rows(self, values: Array, norm: Norm, output: Array, next_early: bool = True) -> Any:
         """The launch that norms whole rows, by kernels that know layer norms; the output may be the values."""
         rows, weight = values.reshape(-1, values.shape[-1]), self.array(norm.weight.name)
-        bias = None if norm.bias is None else self.array(norm.bias.name)
-        return self.kernels.encoder.norm(rows, weight, bias, norm.epsilon, norm.offset, output, next_early)
+        offsets = self.found(norm.bias), norm.epsilon, norm.offset
+        return self.kernels.encoder.norm(rows, weight, *offsets, output, next_early)
 
     def arranged(self, x: Array, linear: LinearWeights) -> list[Any]:
         """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""

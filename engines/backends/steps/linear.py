@@ -49,6 +49,9 @@ class _AnyLinear(implementation.Implementation[Any]):
     #: The most rows that the kernel which multiplies them norms, or rounds, too.
     prepared_rows = 0
     takes_packed = False
+    #: Which of `StepKernels`, and whether products of adapters' A are a launch of their own.
+    kernels = "many"
+    multiplies_low_apart = False
 
     def suits(self, step: Layer, program: Program) -> bool:
         is_packed = implementation.packed_layout(step, program) is not None
@@ -62,25 +65,19 @@ class _AnyLinear(implementation.Implementation[Any]):
 
     def scratch(self, step: Layer, program: Program) -> Edge:
         found, (rows, width) = super().scratch(step, program), self._rows_of(step, program)
-        columns, keep = step.linear.weight.shape[1], step.keep
-        if isinstance(step, LinearResidual):
-            given, kept_width = (
-                rows if step.residual is None else math.prod(program.kinds[step.residual][0][:-1]),
-                width,
-            )
-            joined = given * width if keep is not None and _keeps_apart(step) else 0
+        kept = implementation.kept_scratch(step, program)
+        if not step.prepares:
+            kept |= {} if _keeps_apart(step) else {JOINED_INPUTS: ((0,), "compute")}
             found |= {} if step.norm is None else {UNNORMED: ((rows * width,), "float32")}
             found |= launching.other_place(step, program)
         else:
-            given, kept_width = math.prod(program.kinds[step.inputs[-1].value][0][:-1]), columns // len(step.inputs)
-            joined = given * padded_columns(columns)
+            given = math.prod(program.kinds[step.kept_value][0][:-1])
+            kept[JOINED_INPUTS] = (given * padded_columns(step.linear.weight.shape[1]),), "compute"
             found |= dict.fromkeys(found, ((rows, width), "float32" if step.activation is None else "compute"))
             inserts_apart = step.into is not None and step.linear.name in program.adapted
             if inserts_apart or (step.activation is not None and (not step.gated or _has_runs(step, program))):
                 found[SUMS] = ((rows * step.linear.weight.shape[0],), "float32")
-        if keep is not None:
-            found[keep.target] = ((given, kept_width), "compute")
-        return found | {JOINED_INPUTS: ((joined,), "compute")}
+        return found | kept
 
     def joins(self, step: Layer, run: Launching) -> bool:
         linear = LinearWeights(run.array(step.linear.weight.name))
@@ -107,7 +104,7 @@ class _AnyLinear(implementation.Implementation[Any]):
 
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
         linear = run.weights(step.linear)
-        if isinstance(step, NormLinear):
+        if step.prepares:
             if step.cap:
                 launches = self.launches(replace(step, cap=0.0), run, next_early)
                 return [*launches, run.kernels.few.cap_rows(run.array(step.output), step.cap)]
@@ -119,8 +116,8 @@ class _AnyLinear(implementation.Implementation[Any]):
         selected = self._selected(step, run)
         x, launches = run.array(step.value), list[Any]()
         launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
-        if step.keep is not None and step.residual is not None and _keeps_apart(step):
-            launches.append(run.copy_kept(step.keep, run.array(step.residual)))
+        if _keeps_apart(step):
+            launches += run.keeping(step)
             step = replace(step, keep=None)
         return [*launches, *self._added(step, run, x, linear, *selected)]
 
@@ -166,17 +163,13 @@ class _AnyLinear(implementation.Implementation[Any]):
     ) -> list[Any]:
         """The launches that multiply inputs which are arranged, and add what that gives."""
         kernels = self._kernels(step, run, linear)
-        residual, output = None if step.residual is None else run.array(step.residual), run.array(step.output)
+        residual, output = run.found(step.residual), run.array(step.output)
         if step.norm is None or residual is None:
             return [kernels.linear_residual(x, linear, residual, output, step.scale, run.kept(step.keep), *selected)]
         given = run.shared(UNNORMED, implementation.step_rows(step, run.program), linear.weight.shape[0])
         launches = [kernels.linear_residual(x, linear, None, given, step.scale, None, *selected)]
-        if step.norm.bias is None:
-            normed = NormedInput(given, run.array(step.norm.weight.name), step.norm.epsilon, step.norm.offset)
-        else:
-            launches.append(run.norm_rows(given, step.norm, given))
-            normed = NormedInput(given, None)
-        factor = None if step.factor is None else run.array(step.factor.name)
+        normed, apart = run.normed(given, step.norm)
+        launches, factor = [*launches, *apart], run.found(step.factor)
         if launching.other_place(step, run.program):
             run.waits = launching.Waiting(step.output, normed, factor)
             return launches
@@ -213,11 +206,12 @@ class _AnyLinear(implementation.Implementation[Any]):
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         """The kernels that multiply what is not normed by them."""
-        raise NotImplementedError
+        return getattr(run.kernels, self.kernels)
 
     def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         """What makes the products of adapters' A, where the layer's kernel does not make them itself."""
-        return []
+        apart = self.multiplies_low_apart and linear.adapters is not None
+        return [getattr(run.kernels, self.kernels).low_products(x, linear, *selected)] if apart else []
 
     @staticmethod
     def _selected(step: Layer, run: Launching) -> tuple[Array, ...]:
@@ -228,13 +222,12 @@ class FewRows(_AnyLinear):
     """Up to 16 rows of dense weights, normed inside where that can be."""
 
     name = "kernels of few rows"
+    kernels = "few"
     most_rows = prepared_rows = MAX_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        rows, ranks = (
-            implementation.step_rows(step, program),
-            padded_ranks(program.shape.lora_slots, program.shape.lora_rank),
-        )
+        rows = implementation.step_rows(step, program)
+        ranks = padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
         if step.gated or prepares_inside(step, program):
             count = len(step.inputs)
             widths = [step.linear.weight.shape[1] // count] * count
@@ -250,9 +243,6 @@ class FewRows(_AnyLinear):
         way = _inside if self._is_inside(step, run, linear) else self._normed_apart
         return way(step, run, linear, next_early)
 
-    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
-        return run.kernels.few
-
 
 class ManyRows(_AnyLinear):
     """Up to 64 rows of dense weights, normed by launches of their own."""
@@ -267,16 +257,13 @@ class ManyRows(_AnyLinear):
         clocks = many_rows_clocks(implementation.step_rows(step, program), rows, columns, gpu, step.gated, adapted)
         return clocks + _norm_count(step) * NORM_CLOCKS
 
-    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
-        return run.kernels.many
-
 
 class PackedRows(_AnyLinear):
     """Up to 64 rows of packed weights: the fewest normed inside, few by kernels of their own."""
 
     name = "kernels of packed rows"
     prepared_rows = MAX_NORMED_ROWS
-    takes_packed = True
+    takes_packed = multiplies_low_apart = True
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         layout = implementation.packed_layout(step, program)
@@ -295,14 +282,13 @@ class PackedRows(_AnyLinear):
         takes = run.kernels.few.takes(linear, implementation.step_rows(step, run.program), normed=False)
         return run.kernels.few if takes else run.kernels.many
 
-    def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
-        return [] if linear.adapters is None else [run.kernels.many.low_products(x, linear, *selected)]
-
 
 class PromptRows(_AnyLinear):
     """More rows, of dense weights or of packed ones."""
 
     name = "kernels of prompts"
+    kernels = "any_rows"
+    multiplies_low_apart = True
 
     def suits(self, step: Layer, program: Program) -> bool:
         is_prompt = program.shape.phase in implementation.PROMPT_PHASES and program.shape.segment is None
@@ -311,14 +297,8 @@ class PromptRows(_AnyLinear):
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         return implementation.too_large(_norm_bytes(step), limit)
 
-    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
-        return run.kernels.any_rows
-
-    def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
-        return [] if linear.adapters is None else [run.kernels.any_rows.low_products(x, linear, *selected)]
-
     def loads(self, step: Layer, program: Program) -> tuple[Any, ...]:
-        name = "linear_residual" if isinstance(step, LinearResidual) else "gate_up" if step.gated else "linear"
+        name = "gate_up" if step.gated else "linear" if step.prepares else "linear_residual"
         adapted, shape = program.adapted.get(step.linear.name), program.shape
         low_rows = 0 if adapted is None else shape.lora_slots * len(adapted.modules) * shape.lora_rank
         return name, step.linear.weight.shape, low_rows, implementation.packed_layout(step, program)

@@ -3,73 +3,33 @@ nothing stands between, and the logits' columns."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
-from edgellm.engines.backends.steps.implementation import Implementation
-from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching
-from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.backends.steps.implementation import Implementation, kept_scratch
+from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import READS, AddResidual, Assemble, Keep, Reduce, SquareSums, Step
+from edgellm.engines.model.steps import AddResidual, Assemble, Reduce, SquareSums
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 from edgellm.kernels.recurrent.contract import group_refusal
 
 
-@dataclass(frozen=True)
-class SumRanks(Step):
-    """output = residual, if there is one, + scale * the sum of what all ranks have in `value`; `keep` gets the
-    residual."""
-
-    value: str = field(metadata=READS)
-    residual: str | None = field(default=None, metadata=READS)
-    scale: float = 1.0
-    keep: Keep | None = None
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        rows = kinds[self.value][0]
-        kept: Edge = {} if self.keep is None else {self.keep.target: (rows, "compute")}
-        return kept | {self.output: (rows, residual)}
-
-
-def with_sums(program: Program) -> Program:
-    """The same with each `Reduce` as `SumRanks`, which does the scaling behind it, too, and adds the residual of all
-    rows where it is not normed."""
-    steps = list[Step]()
-    for before, step in pairwise((None, *program.steps)):
-        assert step is not None
-        if isinstance(step, Reduce):
-            steps.append(SumRanks(step.output, step.value))
-        elif isinstance(step, AddResidual) and isinstance(before, Reduce) and before.output == step.value:
-            apart = step.selects or step.norm is not None or step.factor is not None
-            total = SumRanks(before.output, before.value, scale=step.scale)
-            if apart:
-                steps[-1:] = [total, replace(step, scale=1.0)]
-            else:
-                steps[-1] = replace(total, output=step.output, residual=step.residual, keep=step.keep)
-        else:
-            steps.append(step)
-    return replace(program, steps=tuple(steps))
-
-
-class SumOfRanks(Implementation[SumRanks]):
+class SumRanks(Implementation[Reduce]):
     """Adds in one launch."""
 
     name = "kernels of ranks"
 
-    def refusal(self, step: SumRanks, program: Program, limit: int) -> str | None:
+    def refusal(self, step: Reduce, program: Program, limit: int) -> str | None:
         width = program.kinds[step.output][0][-1]
         return None if width % 8 == 0 else f"ranks add rows in eights, not of {width}"
 
-    def scratch(self, step: SumRanks, program: Program) -> Edge:
-        return super().scratch(step, program) | _kept_scratch(step.keep, self._rows_of(step, program))
+    def scratch(self, step: Reduce, program: Program) -> Edge:
+        return super().scratch(step, program) | kept_scratch(step, program)
 
-    def launches(self, step: SumRanks, run: Launching, next_early: bool) -> list[Any]:
-        residual = None if step.residual is None else run.array(step.residual)
-        kept = [] if step.keep is None or residual is None else [run.copy_kept(step.keep, residual)]
-        return [*kept, run.kernels.rank.sum(run.array(step.value), run.array(step.output), residual, step.scale)]
+    def launches(self, step: Reduce, run: Launching, next_early: bool) -> list[Any]:
+        value, output = run.array(step.value), run.array(step.output)
+        return [*run.keeping(step), run.kernels.rank.sum(value, output, run.found(step.residual), step.scale)]
 
 
 class SquaresOfParts(Implementation[SquareSums]):
@@ -97,25 +57,14 @@ class SquaresOfParts(Implementation[SquareSums]):
 class AddNormed(Implementation[AddResidual]):
     """Adds a sum to selected rows, or behind a norm."""
 
-    def refusal(self, step: AddResidual, program: Program, limit: int) -> str | None:
-        return None if step.scale == 1.0 else "a sum is scaled by the step that makes it"
-
     def scratch(self, step: AddResidual, program: Program) -> Edge:
-        *rows, width = program.kinds[step.residual][0]
-        return super().scratch(step, program) | _kept_scratch(step.keep, (math.prod(rows), width))
+        return super().scratch(step, program) | kept_scratch(step, program)
 
     def launches(self, step: AddResidual, run: Launching, next_early: bool) -> list[Any]:
-        values, residual, norm = run.array(step.value), run.array(step.residual), step.norm
-        launches = [] if step.keep is None else [run.copy_kept(step.keep, residual)]
-        normed = NormedInput(values, None)
-        if norm is not None and norm.bias is None:
-            normed = NormedInput(values, run.array(norm.weight.name), norm.epsilon, norm.offset)
-        elif norm is not None:
-            launches.append(run.norm_rows(values, norm, values))
+        launches, (normed, apart) = run.keeping(step), run.normed(run.array(step.value), step.norm)
         selected = (run.array("last_token_ids"),) if step.selects else ()
-        factor = None if step.factor is None else run.array(step.factor.name)
-        added = run.kernels.few.norm_residual(normed, residual, run.array(step.output), *selected, factor=factor)
-        return [*launches, added]
+        given = normed, run.array(step.residual), run.array(step.output), *selected
+        return [*launches, *apart, run.kernels.few.norm_residual(*given, factor=run.found(step.factor))]
 
 
 class JoinColumns(Implementation[Assemble]):
@@ -125,10 +74,3 @@ class JoinColumns(Implementation[Assemble]):
 
     def launches(self, step: Assemble, run: Launching, next_early: bool) -> list[Any]:
         return [run.kernels.rank.columns(run.array(step.value), step.widths, run.array(step.output))]
-
-
-def _kept_scratch(keep: Keep | None, rows: tuple[int, int]) -> Edge:
-    """What a launch needs that keeps rows."""
-    if keep is None:
-        return {}
-    return {keep.target: (rows, "compute"), JOINED_INPUTS: ((rows[0] * rows[1],), "compute")}

@@ -7,7 +7,7 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation, too_large
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
 from edgellm.engines.model.states import Edge
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.recurrent import contract
@@ -35,7 +35,7 @@ class ConvolveColumns(_OwnDtype):
         convolution = contract.Convolution(
             run.array(step.weight.name), step.activation == "silu", step.gated, step.first
         )
-        bias, (before, *when) = None if step.bias is None else run.array(step.bias.name), _state(step, run)
+        bias, (before, *when) = run.found(step.bias), _state(step, run)
         value, output = run.sequences(step.value), run.sequences(step.output)
         return [run.kernels.recurrent.short_convolution(value, convolution, bias, before, output, *when)]
 
@@ -43,25 +43,26 @@ class ConvolveColumns(_OwnDtype):
 class UpdateMatrices(_OwnDtype):
     """Gated delta rules."""
 
+    gates: Any = contract.DeltaGates
+    rule = "gated_delta"
+
     def refusal(self, step: GatedDelta, program: Program, limit: int) -> str | None:
         nodes = _nodes(program)
         refused = contract.delta_refusal(step.heads, step.sizes, nodes)
         return refused or too_large(delta_bytes(step.sizes[0], program.shape.tokens, nodes > 1), limit)
 
     def launches(self, step: GatedDelta, run: Launching, next_early: bool) -> list[Any]:
-        gates = contract.DeltaGates(run.array(step.a_log.name), run.array(step.dt_bias.name), step.first)
-        value, output, (before, *when) = run.sequences(step.value), run.sequences(step.output), _state(step, run)
-        return [run.kernels.recurrent.gated_delta(value, run.sequences(step.gates), gates, before, output, *when)]
+        gates = self.gates(*(run.array(getattr(step, name).name) for name in step.numbers), step.first)
+        value, projected, output = map(run.sequences, (step.value, step.gates, step.output))
+        before, *when = _state(step, run)
+        return [getattr(run.kernels.recurrent, self.rule)(value, projected, gates, before, output, *when)]
 
 
 class UpdateSpaces(UpdateMatrices):
     """Selective scans."""
 
-    def launches(self, step: SelectiveScan, run: Launching, next_early: bool) -> list[Any]:  # type: ignore[override]
-        a_log, dt_bias, skip = (run.array(each.name) for each in (step.a_log, step.dt_bias, step.skip))
-        gates = contract.ScanGates(a_log, dt_bias, skip, step.first)
-        value, output, (before, *when) = run.sequences(step.value), run.sequences(step.output), _state(step, run)
-        return [run.kernels.recurrent.selective_scan(value, run.sequences(step.gates), gates, before, output, *when)]
+    gates = contract.ScanGates
+    rule = "selective_scan"
 
 
 class NormGated(_OwnDtype):

@@ -72,6 +72,5 @@ class NormPartsInPlace(Implementation[NormParts]):
         return "there is no kernel for layer norms" if any(norm.bias is not None for norm in step.norms) else None
 
     def launches(self, step: NormParts, run: Launching, next_early: bool) -> list[Any]:
-        squares = None if step.squares is None else run.array(step.squares)
         parts = run.parts(Input(step.value, step.norms))
-        return [run.kernels.few.norm_parts(parts, next_early, squares, step.wholes)]
+        return [run.kernels.few.norm_parts(parts, next_early, run.found(step.squares), step.wholes)]

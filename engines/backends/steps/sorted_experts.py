@@ -34,10 +34,9 @@ class _Sorted(Implementation[Any]):
         return step_rows(step, program) > MAX_TILED_ROWS
 
     def loads(self, step: _OfExperts, program: Program) -> tuple[Any, ...]:
-        layout, mixture, is_first = packed_layout(step, program), step.mixture, isinstance(step, GateUpExperts)
-        kind = mixture.activation.kind if is_first else "sums"
+        layout, mixture = packed_layout(step, program), step.mixture
         own = replace(layout, rows=step.matrix[0]) if isinstance(layout, DeviceLayout) else None
-        return kind, mixture.experts, mixture.chosen, step.matrix, own
+        return step.kind, mixture.experts, mixture.chosen, step.matrix, own
 
     def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
         (kind, experts, chosen, matrix, layout), rows = what, tokens * program.shape.batch

@@ -13,7 +13,7 @@ from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
-from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SquaresOfParts, SumOfRanks, SumRanks
+from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SquaresOfParts, SumRanks
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
 from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows, TokenInputsInPlace
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
@@ -47,7 +47,7 @@ TABLE: dict[type[steps.Step], tuple[Implementation[Any], ...]] = {
     experts.ChooseExperts: (experts.ChooseByRow(),),
     experts.GateUpExperts: (GateUpSorted(), experts.GateUpPairs()),
     experts.DownExperts: (DownSorted(), experts.DownPairs()),
-    SumRanks: (SumOfRanks(),),
+    steps.Reduce: (SumRanks(),),
     steps.SquareSums: (SquaresOfParts(),),
     steps.AddResidual: (AddNormed(),),
     steps.Assemble: (JoinColumns(),),
@@ -72,10 +72,8 @@ class Choice:
 
     def scratch(self, program: Program) -> Edge:
         """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside."""
-        edge, pairs = (
-            program.inputs.keys() | program.outputs.keys(),
-            zip(self.implementations, program.steps, strict=True),
-        )
+        edge = program.inputs.keys() | program.outputs.keys()
+        pairs = zip(self.implementations, program.steps, strict=True)
         each = (implementation.scratch(step, program) for implementation, step in pairs)
         inside = ({name: kind for name, kind in own.items() if name not in edge} for own in each)
         return {JOINED_INPUTS: ((0,), "compute")} | _largest(inside)

@@ -46,7 +46,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.model.segments import segments_of
 from edgellm.engines.model.sharding import sharded
-from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLinear, Reduce, Reshape, Step
+from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLinear, Reshape, Step
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
@@ -392,10 +392,8 @@ def test_an_unknown_step_is_named_and_a_choice_among_few_is_kept_to() -> None:
 
 def test_every_kind_of_step_that_models_hold_has_an_implementation() -> None:
     """Decoders and drafts, whole and in segments; and none is there for nothing. A segment that ends with a copy gives
-    out what its last linear layer rounds, which kernels leave to TensorRT. Experts are several of them, and sums of
-    ranks are one with what adds them."""
-    known = {kind for kind in Step.__subclasses__() if "results" in vars(kind)}
-    known -= {Experts, Reduce}
+    out what its last linear layer rounds, which kernels leave to TensorRT. Experts are several of them."""
+    known = {kind for kind in Step.__subclasses__() if {"results", "gives"} & vars(kind).keys()} - {Experts}
     assert known <= TABLE.keys() and all(TABLE.values())
     found = set[type[Step]]()
     base = [EngineShape(*each, 64, 64) for each in (("decode", 2, 1), ("verify", 1, 8), ("prefill", 1, 72))]

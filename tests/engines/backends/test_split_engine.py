@@ -145,7 +145,7 @@ def test_what_runs_attention_to_tokens_behind() -> None:
         assert "attention of an image's tokens to those behind them" in str(
             plan_refusal(config, shape, "float32", 99 << 10, False)
         )
-        with pytest.raises(EngineError, match="TensorRT has no attention of tokens to those behind them"):
+        with pytest.raises(EngineError, match="TensorRT has nothing for attention of tokens to those behind them"):
             TensorRTOperations.attention_ahead(None, None)
     needed = planned_shapes({"base": config}, limits, "bfloat16", "sm_90", needless=True)
     assert {shape.tokens for shape in needed if shape.segment is not None} == {16, 128}

@@ -138,7 +138,7 @@ def test_a_target_that_cannot_be_built_here_is_refused(library: TensorRTLibrary)
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
 def test_neighbours_are_not_rotated(library: TensorRTLibrary, phase: str) -> None:
     shape = EngineShape(phase, 1, 1 if phase == "decode" else 16, 64, 96)
-    with pytest.raises(EngineError, match="TensorRT rotates halves of heads: kernels rotate neighbours"):
+    with pytest.raises(EngineError, match="TensorRT has nothing for rotary embeddings of neighbours"):
         build_plan(replace(LLAMA, rotates_neighbours=True), shape, "float16", "composed", "sm_89")
 
 
@@ -146,7 +146,7 @@ def test_neighbours_are_not_rotated(library: TensorRTLibrary, phase: str) -> Non
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
 def test_recurrent_layers_are_refused_by_name(library: TensorRTLibrary, kind: str, phase: str) -> None:
     shape = EngineShape(phase, 1, 1 if phase == "decode" else 16, 64, 96)
-    with pytest.raises(EngineError, match=r"nothing for a short convolution, which layer 1 is: .*--backend numpy"):
+    with pytest.raises(EngineError, match=r"nothing for the short convolution of layer 1: .*--backend numpy"):
         build_plan(RECURRENT[kind], shape, "float16", "composed", "sm_86")
 
 

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
-from edgellm.engines.backends import numpy_backend
 from edgellm.engines.backends.device_layouts import with_delta_products
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -169,8 +169,8 @@ GGUF = {
 def test_gguf_files_agree_with_numpy(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the values as a GPU holds them: rounding them to bfloat16 alone moves logits by up to a twentieth. Minima make
     large activations, whose bfloat16 is as coarse."""
-    load = numpy_backend.load_numpy_weights
-    monkeypatch.setattr(numpy_backend, "load_numpy_weights", lambda *given: rounded(load(*given), dtype))
+    load = NumpyBackend.load_weights
+    monkeypatch.setattr(NumpyBackend, "load_weights", lambda backend, *given: rounded(load(*given), dtype))
     folder = write_mixture(tmp_path / "model", GGUF[name], "q8_0" if "q4" not in name else "q6_k", 0.0008)
     config = decoder_config(json.loads((folder / "config.json").read_text()))
     directory = EngineDirectory(folder, config, dtype, "auto", EngineLimits(1, 16, 64), {}, "", name)
