@@ -18,9 +18,6 @@ from edgellm.commands.options import DRAFT_KINDS, OPTIONAL_KIND
 from edgellm.errors import shown
 
 
-<<<<<<< HEAD
-class PanelCommand(TyperCommand):
-=======
 class _GivenOnce:
     """A command that takes the value of an option once, unless the option may be repeated."""
 
@@ -41,9 +38,6 @@ def _store(name: str, option: Any, value: Any, state: Any) -> None:
 
 
 class PanelCommand(_GivenOnce, TyperCommand):
-    """A command whose help shows its options by subject."""
-
->>>>>>> main
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses as typer does, but `--draft` of `DraftingOptions` takes a kind alone, or stands alone."""
         if any(parameter.metavar == OPTIONAL_KIND for parameter in self.params):
@@ -57,13 +51,7 @@ class PanelCommand(_GivenOnce, TyperCommand):
         _write_panels(_option_rows(self, ctx), formatter)
 
 
-<<<<<<< HEAD
-class PanelGroup(TyperGroup):
-=======
 class PanelGroup(_GivenOnce, TyperGroup):
-    """Several commands, whose help shows them by subject."""
-
->>>>>>> main
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows = []
         for name in self.list_commands(ctx):

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
-from edgellm.engines.speculation.constraints import TokenConstraint
+from edgellm.drafting.proposed import Drafted
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 
-if TYPE_CHECKING:
-    from edgellm.drafting.proposals import Said
-
 #: The plan of a step (None: a plain one), and the candidates of each slot for a plan that takes some.
 Choice = tuple[DraftPlan | None, list[GivenTree] | None]
-
-
-class Drafted(Protocol):
-    """A sequence that is drafted for; `said` is what `HostProposals` keeps of it. So many of the tokens that were
-    `drawn` for it are `known` as its answer's."""
-
-    said: Said | None
-    drawn: list[int]
-    known: int
-    is_over: bool
-
-    @property
-    def constraint(self) -> TokenConstraint | None:
-        """The rules on its next token."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether its answer has ended, or failed."""
 
 
 class Policy:

@@ -48,7 +48,6 @@ class SnapshotBinding:
 
     @property
     def has_draft(self) -> bool:
-        """Whether a draft's rows belong to it."""
         return self.draft != NONE
 
     def differences(self, expected: SnapshotBinding) -> dict[str, str]:
@@ -114,10 +113,8 @@ def images_digest(digests: Sequence[str], encoder: str) -> str:
 
 
 def encoder_digest(directory: EngineDirectory, vision_directory: EngineDirectory | None = None) -> str:
-    """The digest of a vision encoder's weights; "none" where these are among the model's own, or there is none.
-
-    The encoder of a `vision_directory` is used in place of the model's.
-    """
+    """The digest of a vision encoder's weights; "none" where these are among the model's own, or there is none. The
+    encoder of a `vision_directory` is used in place of the model's."""
     chosen = directory if vision_directory is None else vision_directory
     if chosen.vision is not None and chosen.vision.files is not None:
         return _files_digest(chosen.vision.files)

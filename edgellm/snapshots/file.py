@@ -46,10 +46,8 @@ _OTHER_VERSIONS = ("old version", "future version")
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot to `path`, in place of what has the name, and return once it is on the disk and read back.
-
-    At any moment before, also if power fails, `path` is what it was. Raises SnapshotError.
-    """
+    """Write a snapshot to `path`, in place of what has the name, and return once it is on the disk and read back. At
+    any moment before, also if power fails, `path` is what it was. Raises SnapshotError."""
     with explained(f"the snapshot {path} cannot be written", partial(SnapshotError, reason="not written")):
         path.parent.mkdir(parents=True, exist_ok=True)
         with StagedFile(path) as staged, ThreadPoolExecutor(1) as beside:
@@ -115,10 +113,7 @@ def require_snapshot_file(path: Path) -> None:
     anywhere, and those are not of which nothing is left that tells.
     """
     try:
-        mode = path.lstat().st_mode
-        if not stat.S_ISREG(mode):
-            kind = "a link" if stat.S_ISLNK(mode) else "a directory" if stat.S_ISDIR(mode) else "not a regular file"
-            raise SnapshotError(f"{path} is {kind}: expected a snapshot", NO_SNAPSHOT)
+        _refuse_other_kinds(path, path.lstat().st_mode, "a snapshot")
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             begins = file.read(_LENGTH_BYTES + len(BEGINNING))[_LENGTH_BYTES:]
     except OSError as error:
@@ -162,18 +157,21 @@ def _not_finite(what: str, snapshot: Snapshot, name: str, index: int, reason: st
 
 def _map_file(path: Path) -> SafetensorsFile:
     try:
-        mode = path.stat().st_mode
+        _refuse_other_kinds(path, path.stat().st_mode, "a snapshot that edgellm cache build made")
     except OSError as error:
         raise _unreadable(path, error) from error
-    if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
-        raise SnapshotError(f"{path} is {kind}: expected a snapshot that edgellm cache build made", NO_SNAPSHOT)
     try:
         return SafetensorsFile(path)
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):
             raise _unreadable(path, error.__cause__) from error
         raise damaged(path, str(error)) from error
+
+
+def _refuse_other_kinds(path: Path, mode: int, expected: str) -> None:
+    if not stat.S_ISREG(mode):
+        kind = "a link" if stat.S_ISLNK(mode) else "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+        raise SnapshotError(f"{path} is {kind}: expected {expected}", NO_SNAPSHOT)
 
 
 def _unreadable(path: Path, error: OSError) -> SnapshotError:

@@ -34,11 +34,8 @@ class SnapshotFolder:
         return self.path / f"{binding_key(snapshot.facts.binding, token_key(snapshot.token_ids))}{SUFFIX}"
 
     def save(self, snapshot: Snapshot, replaced: Sequence[Path] = ()) -> tuple[Path, list[Path]]:
-        """Write a snapshot; its path, and those of files that were removed to make room.
-
-        It is on the disk and read back when this returns; only then the files that are `replaced` by it are deleted.
-        Raises SnapshotError.
-        """
+        """Write a snapshot; its path, and those of files that were removed to make room. It is on the disk and read
+        back when this returns; only then the files that are `replaced` by it are deleted. Raises SnapshotError."""
         path = self.path_of(snapshot)
         if snapshot.nbytes > self.budget:
             raise too_large(snapshot, "disk", self.budget)

@@ -34,10 +34,8 @@ logger = logging.getLogger("edgellm.snapshots")
 
 
 class SlotSnapshots:
-    """Snapshots for one runner, kept in its `store`. Used from the runner's thread.
-
-    An `adapter` is meant by its digest unless it is said to be a name; None is no adapter.
-    """
+    """Snapshots for one runner, kept in its `store`. Used from the runner's thread. An `adapter` is meant by its digest
+    unless it is said to be a name; None is no adapter."""
 
     def __init__(
         self,
@@ -238,9 +236,7 @@ class SlotSnapshots:
 
     def _write(self, slot: int, stored: StoredSnapshot, tokens: int) -> None:
         """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
-
-        The content of a file is hashed while it is copied, unless that was done and the file is still the same.
-        """
+        The content of a file is hashed while it is copied, unless that was done and the file is still the same."""
         snapshot = self.store.open(stored)
         self._check(stored.path, snapshot)
         copies = self._copies(slot, snapshot, tokens)
@@ -296,7 +292,6 @@ class SlotSnapshots:
 
 
 def _saved_name(model: str, name: str) -> str:
-    """What a snapshot calls a tensor of a model's states."""
     return f"{STATE_PREFIX}{name}" if is_recurrent(name) else f"{model}.{name}"
 
 

@@ -158,7 +158,6 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
         return len(self.content)
 
     @cached_property
@@ -204,9 +203,8 @@ def examine(content: np.ndarray, section: Section) -> Findings:
         return Findings(digest)
     values = content.view(STORAGE[section.dtype])
     found = first_not_finite(values)
-    return Findings(
-        digest, (section.name, section.first * (len(values) // section.groups) + found) if found >= 0 else None
-    )
+    index = section.first * (len(values) // section.groups) + found
+    return Findings(digest, (section.name, index) if found >= 0 else None)
 
 
 def section_digest(content: np.ndarray | memoryview) -> bytes:

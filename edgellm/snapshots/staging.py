@@ -39,11 +39,9 @@ def delete_file(path: Path) -> None:
 def file_identity(path: Path) -> tuple[int, ...] | None:
     """What tells a file from another that has its name, and from itself after a change of its content, but for one
     that was made behind the file system's back; None where there is none to be seen."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return _identity(status)
+    with suppress(OSError):
+        return _identity(path.stat())
+    return None
 
 
 def same_content(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -72,10 +70,9 @@ def opened_unchanged(path: Path, identity: tuple[int, ...] | None) -> Iterator[i
 
 def last_used(path: Path) -> int:
     """When any process used the file last, as `touch` notes it, in nanoseconds; 0 where there is none to be seen."""
-    try:
+    with suppress(OSError):
         return path.stat().st_atime_ns
-    except OSError:
-        return 0
+    return 0
 
 
 def touch(path: Path) -> tuple[int, ...] | None:

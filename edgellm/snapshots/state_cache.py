@@ -65,7 +65,6 @@ class StateKeeper:
 
     @property
     def nbytes(self) -> int:
-        """What is kept."""
         return len(self._kept) * self.size
 
     def latest(self, tokens: Sequence[TokenIdentity], adapter: str | None, limit: int) -> int:
@@ -99,13 +98,8 @@ class StateKeeper:
         """The places of a prompt to keep states at, where its first `reused` tokens are not computed; see
         `chosen_places`. With a draft the token behind a place belongs to what can be reused there, too."""
         known = self._places(tokens, adapter)
-        wanted = chosen_places(
-            len(tokens),
-            reused,
-            (place - self._has_draft for place in shared),
-            self.most // _SHARE,
-            (self.every, self.tail, self.least),
-        )
+        places, distances = (place - self._has_draft for place in shared), (self.every, self.tail, self.least)
+        wanted = chosen_places(len(tokens), reused, places, self.most // _SHARE, distances)
         return [place for place in wanted if place not in known] if self.most else []
 
     def close(self) -> None:
@@ -120,10 +114,8 @@ class StateKeeper:
         latest = self._looked_up
         if latest is None or latest[0] is not tokens or latest[1] != adapter:
             places = sorted({place for place, _ in self._kept.values() if place <= len(tokens)})
-            keys = {
-                place: (adapter, digest) for place, digest in zip(places, _prefix_digests(tokens, places), strict=True)
-            }
-            found = {place: key for place, key in keys.items() if key in self._kept}
+            digests = zip(places, _prefix_digests(tokens, places), strict=True)
+            found = {place: key for place, digest in digests if (key := (adapter, digest)) in self._kept}
             latest = self._looked_up = tokens, adapter, found
         return latest[2]
 

@@ -26,10 +26,8 @@ _MOST_MAPS = 32
 
 @dataclass(eq=False)
 class StoredSnapshot:
-    """One snapshot of a store: in memory, on disk, or both. `nbytes` is its size in bytes.
-
-    `has_states`: it is of use as a whole only, all of its tokens but the last.
-    """
+    """One snapshot of a store: in memory, on disk, or both. `nbytes` is its size in bytes. `has_states`: it is of use
+    as a whole only, all of its tokens but the last."""
 
     facts: SnapshotFacts
     key: bytes = field(repr=False)
@@ -43,7 +41,6 @@ class StoredSnapshot:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens that it holds rows of."""
         return tuple(np.frombuffer(self.key, ">u4").tolist())
 
 
@@ -149,12 +146,10 @@ class SnapshotStore:
             self._forget_memory(stored)
 
     def snapshots(self) -> list[StoredSnapshot]:
-        """All that can be used."""
         return [stored for known in self._known.values() for stored in known.values()]
 
     @property
     def memory_bytes(self) -> int:
-        """What is in memory."""
         return sum(stored.nbytes for stored in self._memory)
 
     def _stored(self, snapshot: Snapshot) -> StoredSnapshot:

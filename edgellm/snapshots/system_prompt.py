@@ -37,7 +37,6 @@ class CachedPrompt:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the rows are of."""
         return len(self.token_ids)
 
 

@@ -137,15 +137,12 @@ class Uploader:
             reading.stop()
 
     def read(self, descriptor: int, snapshot: Snapshot) -> Findings:
-        """Fill the content of a snapshot, whose places are known, from its open file; what is found in it.
-
-        Raises SnapshotError where the file cannot be read to its end.
-        """
+        """Fill the content of a snapshot, whose places are known, from its open file; what is found in it. Raises
+        SnapshotError where the file cannot be read to its end."""
         end = Section(snapshot.nbytes - DIGEST_BYTES, DIGEST_BYTES)
         parts = [
-            Part(snapshot.content[offset : offset + nbytes].reshape(1, -1), offset, nbytes, section)
-            for section in (*snapshot.sections, end)
-            for offset, nbytes, *_ in (section,)
+            Part(snapshot.content[each.offset : each.offset + each.nbytes][None], each.offset, each.nbytes, each)
+            for each in (*snapshot.sections, end)
         ]
         reading = self._reader.read(descriptor, parts, is_hashed=True)
         try:
@@ -154,7 +151,6 @@ class Uploader:
             reading.stop()
 
     def close(self) -> None:
-        """End the threads and let go of the memory; nothing may be under way."""
         self._reader.close()
         self._reader, self._staging, self._under_way = SectionReader(), None, []  # what is made has no threads yet
         self.forget()
@@ -307,7 +303,6 @@ class SectionReader:
         return reading
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown()
 
 

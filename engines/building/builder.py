@@ -240,12 +240,9 @@ def _make(
     stop, is_link = threading.Event(), report.weights == "link"
     with ThreadPoolExecutor(1, "edgellm-weights") as pool:  # while plans are built
         transfer = pool.submit(transfer_weights, inputs.weights, staged.path, is_link, advance, stop)
-
-        def has_failed() -> bool:
-            return transfer.done() and transfer.exception() is not None
-
+        known = inputs.models, attention, report, progress, keep
         try:
-            build_into(plans, inputs.models, attention, report, progress, keep, has_failed)
+            build_into(plans, *known, lambda: transfer.done() and transfer.exception() is not None)
             report.seconds["plans"] = time.perf_counter() - started
             made = write_made_files(inputs, staged.path, partial(progress, "head"))
             weights, report.seconds["weights"] = transfer.result()
@@ -282,7 +279,6 @@ def _by_source(text: str, inputs: BuildInputs, staged: Path) -> str:
 
 
 def _planned_bytes(inputs: BuildInputs, head: str, limits: EngineLimits, dtype: str) -> int:
-    """What a model with a packed head plans on a GPU, its embedding table kept."""
     config = replace(inputs.config, head=head)
     models = inputs.models | {"base": config}
     packed, _ = gpu_layouts(models, inputs.checkpoints, dtype)

@@ -130,10 +130,7 @@ def _given(value: int | None, default: int) -> int:
 
 def choose_image_rows(vision: VisionConfig | None, max_image_patches: int | None = None) -> tuple[int, ...]:
     """Rows of the vision engines, ascending, for images of up to so many patches; none without a vision encoder, or
-    where 0 is asked for.
-
-    BuildError for a number out of range, or asked for where it has no effect.
-    """
+    where 0 is asked for. BuildError for a number out of range, or asked for where it has no effect."""
     asked = max_image_patches
     if asked == 0:
         return ()

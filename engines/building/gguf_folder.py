@@ -79,7 +79,6 @@ def encoder_beside(path: Path) -> Path | None:
 
 
 def several_encoders(model: Path, encoders: Sequence[str]) -> BuildError:
-    """The error for a model that has several vision encoders to choose from."""
     return BuildError(
         f"beside {model} are {len(encoders)} vision encoders: {', '.join(encoders)}. Name one, as in --mmproj "
         f"{encoders[0]}, or take --mmproj {NO_ENCODER} for texts alone"
@@ -94,7 +93,6 @@ def read_metadata(path: Path) -> Metadata:
 
 @contextmanager
 def _made_folder(path: Path, write: Callable[[Path], None]) -> Iterator[Path]:
-    """A temporary folder that stands for the file `path`."""
     with ExitStack() as made:
         words = f"{path} cannot be opened by way of a folder in {tempfile.gettempdir()}"
         advice = ". Make room there, or name another folder in TMPDIR"
@@ -112,7 +110,6 @@ def _made_folder(path: Path, write: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path | None) -> None:
-    """Fill the folder; raises OSError and CheckpointError."""
     with _opened(path) as files:
         metadata = Metadata(files)
         check_draft(metadata, False)
@@ -145,7 +142,6 @@ def _pooling_files(metadata: Metadata) -> dict[str, Any]:
 
 
 def _write_draft(path: Path, folder: Path) -> None:
-    """Fill the folder; raises OSError and CheckpointError."""
     with _opened(path) as files:
         check_draft(Metadata(files), True)
         _fill(folder, {"config.json": model_config(files)}, files)

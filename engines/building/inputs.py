@@ -105,23 +105,19 @@ class BuildInputs:
 
     @property
     def models(self) -> dict[str, ModelConfig]:
-        """The configuration of each model, by `EngineShape.model`."""
         models = {"base": self.config, "draft": self.draft, "vision": self.vision, "audio": self.audio}
         return {name: config for name, config in models.items() if config is not None}
 
     @property
     def weight_bytes(self) -> int:
-        """Size of all weight files that are brought along."""
         return sum(path.stat().st_size for path in self.weights.values())
 
     @property
     def head_bytes(self) -> int:
-        """Size of the packed head."""
         return 0 if self.head is None else self.head.format.nbytes(*self.head.shape)
 
     @property
     def draft_bytes(self) -> int:
-        """Size of the packed draft."""
         return 0 if self.packed_draft is None else (self.packed_draft / SINGLE_FILE).stat().st_size
 
     @property
@@ -286,10 +282,8 @@ def read_inputs(
 
 
 def with_packed_head(inputs: BuildInputs, head: str, embeds_by_head: bool, dtype: str) -> BuildInputs:
-    """The same with the model's head as `head` says, one of `HEADS`.
-
-    Raises BuildError where the head is packed as published, or has rows that it cannot have in 4 bits.
-    """
+    """The same with the model's head as `head` says, one of `HEADS`. Raises BuildError where the head is packed as
+    published, or has rows that it cannot have in 4 bits."""
     if head == HEADS[0]:
         return inputs
     config, draft, source = inputs.config, inputs.draft, inputs.sources["base"]

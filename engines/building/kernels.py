@@ -35,10 +35,8 @@ Stages = Callable[[str, int, int], None]
 
 
 def check_compiler(targets: Sequence[Target], release: tuple[int, int] | None = None) -> tuple[int, int]:
-    """The release of the compiler that is taken for the targets: of CUDA's `release`, or the newest.
-
-    Raises MissingDependencyError without it, and BuildError for a target that it cannot compile for.
-    """
+    """The release of the compiler that is taken for the targets: of CUDA's `release`, or the newest. Raises
+    MissingDependencyError without it, and BuildError for a target that it cannot compile for."""
     nvrtc = find_nvrtc(release)
     known = nvrtc.architectures()
     for target in targets:

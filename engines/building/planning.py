@@ -41,7 +41,6 @@ def choose_plans(
 
 
 def shapes_of(plans: Mapping[Platform, Sequence[EngineShape]]) -> list[EngineShape]:
-    """The shapes of all platforms, one behind the other."""
     return [shape for shapes in plans.values() for shape in shapes]
 
 

@@ -169,10 +169,8 @@ class _Worker:
         )
 
     def build(self, name: str, request: dict[str, Any]) -> tuple[bytes, float]:
-        """The plan `name` that is asked for, and the seconds that it took.
-
-        Raises BuildError with the reason that the process gives, or its last words where it has ended.
-        """
+        """The plan `name` that is asked for, and the seconds that it took. Raises BuildError with the reason that the
+        process gives, or its last words where it has ended."""
         requests, answers = self.process.stdin, self.process.stdout
         assert requests is not None and answers is not None
         try:
@@ -190,7 +188,6 @@ class _Worker:
         return plan, answer["seconds"]
 
     def close(self) -> None:
-        """Let go of the process, which was killed."""
         self.process.communicate()
         self._log.close()
 
@@ -219,14 +216,9 @@ def peak_memory() -> int:
 
 def _build(line: bytes) -> bytes:
     request = JSONObject.parse(line, "the request", BuildError)
-    shape, values = request.object("shape").dataclass(EngineShape), request.object("config")
-    config: ModelConfig
-    if shape.model == "draft":
-        config = values.dataclass(DraftConfig, decoder=DecoderConfig, mixture=Mixture)
-    elif shape.model == "vision":
-        config = values.dataclass(VisionConfig)
-    else:
-        config = values.dataclass(DecoderConfig, mixture=Mixture)
+    shape = request.object("shape").dataclass(EngineShape)
+    kind: type[Any] = {"draft": DraftConfig, "vision": VisionConfig}.get(shape.model, DecoderConfig)
+    config = request.object("config").dataclass(kind, decoder=DecoderConfig, mixture=Mixture)
     return build_plan(config, shape, *(request.get(key, "str") for key in ("dtype", "attention", "target")))
 
 

@@ -52,7 +52,6 @@ class Target:
 
     @property
     def gpus(self) -> list[GPU]:
-        """The GPUs, as kernels know them."""
         limit = SHARED_MEMORY[self.capability]
         return [absent_gpu(self.capability, count, limit) for count in self.multiprocessors]
 

@@ -160,7 +160,6 @@ class Checkpoint(Closing):
 
     @property
     def files(self) -> list[Path]:
-        """The weight files."""
         return list(self._files)
 
     @cached_property
@@ -287,9 +286,7 @@ class Checkpoint(Closing):
 
     def stored(self, name: str, shape: Sequence[int]) -> StoredWeight | None:
         """A packed weight [N, K], its values checked, its codes as they are in the file; None for one that is dense.
-
-        Raises CheckpointError for tensors that are missing, mis-shaped, or hold what no weight has.
-        """
+        Raises CheckpointError for tensors that are missing, mis-shaped, or hold what no weight has."""
         read = self.reader(name, shape)
         return None if read is None else read()
 

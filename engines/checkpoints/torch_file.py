@@ -49,13 +49,10 @@ class TorchFile(Closing):
     @property
     def shared(self) -> list[str]:
         """Names of tensors that share a storage with one before them."""
-        seen: set[str] = set()
-        found = []
+        first: dict[str, str] = {}
         for name, view in self.tensors.items():
-            if view.storage.key in seen:
-                found.append(name)
-            seen.add(view.storage.key)
-        return found
+            first.setdefault(view.storage.key, name)
+        return [name for name, view in self.tensors.items() if first[view.storage.key] != name]
 
     def elements(self, name: str) -> np.ndarray:
         """The tensor's elements in C order as unsigned integers of their size, any dtype; a view where it can be."""

@@ -295,7 +295,6 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
         return self.count * self.item_size
 
 
@@ -310,5 +309,4 @@ class TensorView:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes, written out."""
         return math.prod(self.shape) * self.storage.item_size

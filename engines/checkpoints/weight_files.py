@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +164,8 @@ def is_gguf_file(path: Path) -> bool:
 
 def _beginning(path: Path, length: int) -> bytes | None:
     """The first bytes of a file; None where there is none that can be read."""
-    try:
-        if not path.is_file():  # opening a pipe would wait for ever
-            return None
-        with path.open("rb") as file:
-            return file.read(length)
-    except OSError:
-        return None
+    with suppress(OSError):
+        if path.is_file():  # opening a pipe would wait for ever
+            with path.open("rb") as file:
+                return file.read(length)
+    return None

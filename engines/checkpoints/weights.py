@@ -58,7 +58,6 @@ class FiniteCheck:
         self._names = {name for name, info in infos.items() if info.file in self._due}
 
     def is_due(self, name: str) -> bool:
-        """Whether the tensor is to be looked at."""
         return name in self._names
 
     def conclude(self, found: Mapping[str, int]) -> None:
@@ -72,10 +71,8 @@ class FiniteCheck:
 
 
 class ExpertMatrices:
-    """The matrices of a mixture's experts, as they are in the file: each becomes float32 where it is used.
-
-    `parts` are what stands behind each other in the `shape` [E * N, K] of all.
-    """
+    """The matrices of a mixture's experts, as they are in the file: each becomes float32 where it is used. `parts` are
+    what stands behind each other in the `shape` [E * N, K] of all."""
 
     def __init__(self, spec: WeightSpec, parts: Sequence[_Part]) -> None:
         self.shape = spec.shape
@@ -270,8 +267,6 @@ def _neighbours_first(values: np.ndarray, kernel: int) -> np.ndarray:
 
 def load_draft_to_target(checkpoint: Checkpoint, config: DraftConfig) -> np.ndarray:
     """The base's token id of each draft id, int32 [draft_vocab_size]: `d2t` holds what must be added to the draft id.
-
-    Raises CheckpointError where `d2t` is missing or not of a whole-number type.
-    """
+    Raises CheckpointError where `d2t` is missing or not of a whole-number type."""
     own = np.arange(config.draft_vocab_size, dtype=np.int64)
     return (own + checkpoint.integers(MAPPING) if config.has_mapping else own).astype(np.int32)

@@ -65,11 +65,23 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
     Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields and tensors that are
     missing, wrong or unknown; either lists all of them.
     """
+<<<<<<< HEAD
     family = checkpoint.config.get("model_type")
     is_gemma4 = family == "gemma4"
     readers = {"gemma4": _read_conformer, "voxtral_realtime": read_realtime}
     config = readers.get(str(family), _read_transformer)(checkpoint)
     unread = _IMAGES if is_gemma4 else ()
+=======
+    unread: tuple[str, ...] = ()
+    if checkpoint.config.get("model_type") == "gemma4":
+        top, unread = ConfigFields(checkpoint.config, None, "gemma4"), _IMAGES
+        places = ((f"model.{name}.", f"{name}.") for name in ("audio_tower", "embed_audio"))
+        tower, projector = (first_prefix(each, checkpoint.tensors) for each in places)
+        config: AudioConfig = read_gemma4_audio(top, (tower, projector))
+        top.raise_problems()
+    else:
+        config = _read_transformer(checkpoint)
+>>>>>>> main
     problems = checkpoint.problems(audio_weights(config), encoders=True, unread=unread)
     if problems:
         found = f"the weights of the encoder of speech do not fit config.json: {counted(problems)}"
@@ -83,16 +95,6 @@ def without_lost_ears(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderC
         name.startswith(_EARS) for name in checkpoint.tensors
     )
     return replace(config, audio_token_id=None) if is_deaf else config
-
-
-def _read_conformer(checkpoint: Checkpoint) -> ConformerConfig:
-    top = ConfigFields(checkpoint.config, None, "gemma4")
-    tower, projector = (
-        first_prefix((f"model.{name}.", f"{name}."), checkpoint.tensors) for name in ("audio_tower", "embed_audio")
-    )
-    config = read_gemma4_audio(top, (tower, projector))
-    top.raise_problems()
-    return config
 
 
 def _read_transformer(checkpoint: Checkpoint) -> AudioConfig:
@@ -170,7 +172,6 @@ def _whisper(fields: ConfigFields, checkpoint: Checkpoint, read: Mapping[str, An
 
 
 def audio_weights(config: AudioConfig) -> list[WeightSpec]:
-    """The weights that the encoder takes."""
     return list(audio_program(config, audio_shape(config.window_rows)).weights.values())
 
 
@@ -201,8 +202,8 @@ def _positions(rows: int, chunks: int, half: int) -> np.ndarray:
 
 def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:
     """Memory in bytes, by name: weights, inputs and output of the longest run, what is kept of parts of sounds, rows
-    that are kept. A backend that
-    `computes_at_once` has no scratch for what is between steps, of which what convolutions read is widest."""
+    that are kept. A backend that `computes_at_once` has no scratch for what is between steps, of which what
+    convolutions read is widest."""
     program = audio_program(config, audio_shape(config.run_rows))
     edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
     everything = sum(math.prod(shape) * item for shape, item in edge)

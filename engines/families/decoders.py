@@ -31,6 +31,13 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+def family_of(
+    name: str, architecture: str, **defaults: Any
+) -> Callable[[Callable[[ConfigFields], DecoderConfig]], Family]:
+    """Makes of a function the `Family` that it reads."""
+    return lambda read: Family(name, architecture, read, defaults)
+
+
 #: What the file of a language model writes down; that of a multimodal model may leave it out of its part.
 _WRITTEN_DOWN = (
     "vocab_size",
@@ -172,9 +179,8 @@ def text_fields(fields: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFiel
         fields.expect("text_config", nested, "an object")
         nested = {}
     given = nested | {key: top[key] for key in _OF_THE_WHOLE if key in top} if nested else top
-    text = ConfigFields(
-        filled(given, defaults, is_part=True), fields.generation_values, fields.family, fields.tensors_dtype
-    )
+    values = filled(given, defaults, is_part=True)
+    text = ConfigFields(values, fields.generation_values, fields.family, fields.tensors_dtype)
     text.wrong, text.unsupported = fields.wrong, fields.unsupported
     return text
 

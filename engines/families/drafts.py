@@ -146,10 +146,8 @@ def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) 
 
 
 def other_draft(config: dict[str, Any], tensors: Collection[str]) -> str | None:
-    """What a draft is that cannot be served, in a sentence; None for all others.
-
-    `config` is its `config.json`, `tensors` the names of its tensors.
-    """
+    """What a draft is that cannot be served, in a sentence; None for all others. `config` is its `config.json`,
+    `tensors` the names of its tensors."""
     for kind in _OTHER_DRAFTS:
         for sign in kind.signs(config, tensors):
             article = "an" if kind.name.startswith("E") else "a"
@@ -204,16 +202,12 @@ class BlockDraftReader(DraftReader):
         """The layers of the base whose inputs are taken, ascending: `target_layer_ids` names layers whose output is,
         speculators' `aux_hidden_state_layer_ids` layers entered."""
         key = "aux_hidden_state_layer_ids" if self.is_speculators else "target_layer_ids"
-        ids, count = self._named(key), self.base_config.num_layers
+        ids = self._named(key)
         if not isinstance(ids, list) or not ids or not all(is_integer(value) for value in ids):
             self.fields.expect(key, ids, "a list of layers")
             return ()
         layers = tuple(value if self.is_speculators else value + 1 for value in ids)
-        if list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] < count:
-            self.fields.wrong.append(
-                f"{key} is {as_json(ids)}, so that the layers entered are {list(layers)}; expected distinct ones from "
-                f"1 to {count - 1}, ascending"
-            )
+        self.check_entered(layers, f"{key} is {as_json(ids)}, so that")
         return layers
 
     def _named(self, key: str) -> Any:

@@ -254,12 +254,15 @@ class DraftReader:
             fields.wrong.append(f"{_IDS_KEY} is {as_json(named[0])} in one place and {as_json(named[1])} in another")
         convention = self._convention(ids, usual)
         layers = tuple(value + 1 if convention == "output" else value for value in ids)
-        if list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] < count:
-            fields.wrong.append(
-                f"{_IDS_KEY} is {as_json(ids)}, by the convention {convention!r} the layers entered are "
-                f"{list(layers)}; expected distinct ones from 1 to {count - 1}, ascending"
-            )
+        self.check_entered(layers, f"{_IDS_KEY} is {as_json(ids)}, by the convention {convention!r}")
         return layers
+
+    def check_entered(self, layers: tuple[int, ...], said: str) -> None:
+        """Note layers that the base does not have, or that are not ascending; `said` is what names them."""
+        count = self.base_config.num_layers
+        if list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] < count:
+            expected = f"expected distinct ones from 1 to {count - 1}, ascending"
+            self.fields.wrong.append(f"{said} the layers entered are {list(layers)}; {expected}")
 
     def _convention(self, ids: list[int], usual: tuple[int, ...]) -> str:
         """The convention by our own key, by speculators' format, or because the ids are the usual layers by one
@@ -282,7 +285,6 @@ class DraftReader:
         return "entered"
 
     def _declared(self, key: str) -> bool | None:
-        """A switch of `config.json`, or None where it does not say."""
         for values in (self.top, self.fields.values, self.eagle):
             if (value := values.get(key)) is not None:
                 if isinstance(value, bool):

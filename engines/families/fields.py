@@ -79,9 +79,8 @@ class ConfigFields:
     def positive(self, key: str, default: float | None = None, largest: float = 1) -> float:
         """A number above 0 and up to `largest`; `default` stands for absence and null, else the field is required."""
         expected = f"a number above 0 and up to {largest:g}"
-        return float(
-            self._checked(key, default, lambda value: is_number(value) and 0 < value <= largest, expected) or 1
-        )
+        value = self._checked(key, default, lambda value: is_number(value) and 0 < value <= largest, expected)
+        return float(value or 1)
 
     def switch(self, key: str, default: bool = False) -> bool:
         """true or false; `default` stands for absence and null."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, biases, read_decoder
+from edgellm.engines.families.decoders import Family, biases, family_of, read_decoder
 from edgellm.engines.families.fields import ConfigFields, windowed_but_every
 from edgellm.engines.model.config import DecoderConfig
 
@@ -34,7 +34,17 @@ GEMMA = Family(
 )
 
 
-def read_gemma2(fields: ConfigFields) -> DecoderConfig:
+@family_of(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    sliding_window=4096,
+    tie_word_embeddings=True,
+    hidden_act=_TANH_GELU,
+)
+def GEMMA2(fields: ConfigFields) -> DecoderConfig:
     """Every other layer attends to all, the first not among them, unless `layer_types` says otherwise. A cap of null is
     none."""
     return read_gemma(
@@ -54,26 +64,28 @@ def _cap(fields: ConfigFields, key: str, usual: float) -> float:
 
 
 def _scale(fields: ConfigFields) -> float:
-    """Of the scores of attention."""
     return fields.positive("query_pre_attn_scalar", 256, largest=1e6) ** -0.5
 
 
-GEMMA2 = Family(
-    "gemma2",
-    "Gemma2ForCausalLM",
-    read_gemma2,
-    {
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "hidden_act": _TANH_GELU,
-    },
+@family_of(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    vocab_size=262208,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    sliding_window=4096,
+    tie_word_embeddings=True,
+    eos_token_id=1,
+    bos_token_id=2,
 )
-
-
-def read_gemma3(fields: ConfigFields) -> DecoderConfig:
+def GEMMA3(fields: ConfigFields) -> DecoderConfig:
     """Every `sliding_window_pattern`-th layer attends to all, unless `layer_types` says otherwise.
 
     The first files write the bases of the rotary embedding as `rope_theta` and, of layers with a window, as
@@ -92,26 +104,3 @@ def read_gemma3(fields: ConfigFields) -> DecoderConfig:
         post_norms=True,
     )
     return replace(config, local_rope_theta=local_theta if config.layer_kinds else None)
-
-
-GEMMA3 = Family(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    read_gemma3,
-    {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-    },
-)

@@ -6,7 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, inner_family, text_fields, vision_fields, with_image_tokens
+from edgellm.engines.families.decoders import (
+    Family,
+    family_of,
+    inner_family,
+    text_fields,
+    vision_fields,
+    with_image_tokens,
+)
 from edgellm.engines.families.fields import ConfigFields, layer_count, windowed_but_every
 from edgellm.engines.families.gemma import GEMMA3, read_gemma
 from edgellm.engines.families.gemma4_audio import GEMMA4_AUDIO_TOKEN
@@ -70,7 +77,6 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
 
 
 def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> int:
-    """A whole number from 0 to `largest`."""
     value = fields.values.get(key)
     value = default if value is None else value
     if is_integer(value) and 0 <= value <= largest:
@@ -99,17 +105,8 @@ def _full_heads(fields: ConfigFields) -> tuple[int, int]:
     return own.size(_KV_HEADS), own.size("head_dim")
 
 
-GEMMA4_TEXT = Family(
-    "gemma4_text",
-    "Gemma4ForCausalLM",
-    read_gemma4,
-    {
-        **GEMMA3.defaults,
-        **{"vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "hidden_act": "gelu_pytorch_tanh"},
-    },
-)
-
-
+_OWN = {"vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA4_TEXT = Family("gemma4_text", "Gemma4ForCausalLM", read_gemma4, {**GEMMA3.defaults, **_OWN})
 #: 12B, whose images and audio come without encoders: the layers are those of 31B.
 GEMMA4_UNIFIED_TEXT = Family(
     "gemma4_unified_text",
@@ -119,11 +116,10 @@ GEMMA4_UNIFIED_TEXT = Family(
 )
 
 
-def _read_gemma4(fields: ConfigFields) -> DecoderConfig:
-    """The language model inside, whose embeddings of each layer take tokens of images and speech for padding.
-
-    In the larger models the tokens of an image see all of them, in the layers that have a window alone.
-    """
+@family_of("gemma4", "Gemma4ForConditionalGeneration")
+def GEMMA4(fields: ConfigFields) -> DecoderConfig:
+    """The language model inside, whose embeddings of each layer take tokens of images and speech for padding. In the
+    larger models the tokens of an image see all of them, in the layers that have a window alone."""
     text = text_fields(fields, GEMMA4_TEXT.defaults)
     config = inner_family(fields, GEMMA4_TEXT).read(text)
     largest = max(0, config.vocab_size - 1)
@@ -140,10 +136,7 @@ def _read_gemma4(fields: ConfigFields) -> DecoderConfig:
     return replace(config, image_tokens=tokens, images_vary=True)
 
 
-def _read_unified(fields: ConfigFields) -> DecoderConfig:
+@family_of("gemma4_unified", "Gemma4UnifiedForConditionalGeneration")
+def GEMMA4_UNIFIED(fields: ConfigFields) -> DecoderConfig:
     """The language model inside; its images and audio are no part of it."""
     return inner_family(fields, GEMMA4_UNIFIED_TEXT).read(text_fields(fields, GEMMA4_UNIFIED_TEXT.defaults))
-
-
-GEMMA4 = Family("gemma4", "Gemma4ForConditionalGeneration", _read_gemma4)
-GEMMA4_UNIFIED = Family("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", _read_unified)

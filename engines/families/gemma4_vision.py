@@ -68,8 +68,6 @@ def read_gemma4_vision(top: ConfigFields) -> Read:
         "image_token_id": top.token_id("image_token_id", GEMMA4_IMAGE_TOKEN),
         "vision_start_token_id": top.token_id("boi_token_id", _BEGIN),
         "vision_end_token_id": top.token_id("eoi_token_id", _END),
-        "tensor_prefix": "model.vision_tower.",
-        "projector_prefix": "model.embed_vision.",
         "num_position_embeddings": fields.size("position_embedding_size"),
         "feature_layers": (values["num_layers"],),
         "clipped": fields.switch("use_clipped_linears"),
@@ -82,12 +80,9 @@ def gemma4_vision_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     multiplies by."""
     tower, hidden = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps), config.hidden_size
     projector = TowerWeights("embed_vision.", config.projector_prefix)
+    embedding = tower.linear("patch_embedder.input_proj", hidden, config.patch_elements, False)
     steps: list[Step] = [
-        NormLinear(
-            "hidden",
-            (Input("patches"),),
-            tower.linear("patch_embedder.input_proj", hidden, config.patch_elements, False),
-        ),
+        NormLinear("hidden", (Input("patches"),), embedding),
         Add("hidden", "hidden", "position_embeddings"),
     ]
     for index in range(config.num_layers):
@@ -110,16 +105,12 @@ class _Layer(BoundedLayer):
         """Both parts, each normed before and behind."""
         config, heads, hidden = self._config, self._config.num_heads, self._config.hidden_size
         folder = f"{self._prefix}self_attn."
-        norms = tuple(self._tower.rms_norm(f"{folder}{each}_norm", config.head_dim) for each in "qk")
-        attention = EncoderAttention(
-            "context", "qkv", heads, config.head_dim, (1, rows), "attention_mask", "rotary_cos_sin"
-        )
+        query, key = (self._tower.rms_norm(f"{folder}{each}_norm", config.head_dim) for each in "qk")
+        seen = (1, rows), "attention_mask", "rotary_cos_sin"
         return [
-            *bounded_qkv(
-                self._tower, f"{self._prefix}self_attn.", self._norm("input_layernorm"), hidden, config.clipped
-            ),
-            NormedHeads("qkv", "qkv", heads, (norms[0], norms[1])),
-            attention,
+            *bounded_qkv(self._tower, folder, self._norm("input_layernorm"), hidden, config.clipped),
+            NormedHeads("qkv", "qkv", heads, (query, key)),
+            EncoderAttention("context", "qkv", heads, config.head_dim, *seen),
             *self._added("context", "self_attn.o_proj", hidden, "post_attention_layernorm"),
             *self._activated("activation", self._norm("pre_feedforward_layernorm")),
             *self._added("activation", "mlp.down_proj", config.intermediate_size, "post_feedforward_layernorm"),
@@ -133,6 +124,6 @@ class _Layer(BoundedLayer):
             joined = self._tower.linear(f"{self._prefix}mlp.gate_up_proj", parts, hidden, False)
             return [NormLinear(output, (Input("hidden", (norm,)),), joined, activation, gated=True)]
         names, folder = ("gate_proj", "up_proj"), f"{self._prefix}mlp."
-        ends = tuple(bounds(self._tower, f"{folder}{name}", "output") for name in names)
+        gate, up = (bounds(self._tower, f"{folder}{name}", "output") for name in names)
         steps = bounded_linears(self._tower, folder, norm, dict.fromkeys(names, inner), hidden)
-        return [*steps, ClippedGate(output, *names, (ends[0], ends[1]), activation)]
+        return [*steps, ClippedGate(output, *names, (gate, up), activation)]

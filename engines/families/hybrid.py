@@ -12,12 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share, text_fields, with_image_tokens
+from edgellm.engines.families.decoders import (
+    Family,
+    biases,
+    family_of,
+    read_decoder,
+    rotary_share,
+    text_fields,
+    with_image_tokens,
+)
 from edgellm.engines.families.fields import ConfigFields, layer_count
 from edgellm.engines.families.llama import read_granite
 from edgellm.engines.families.qwen import QWEN_MERGE_SIZE
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import CONV_WIDTHS, DecoderConfig
+
+LFM2_DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": True, "conv_L_cache": 3}
 
 
 def _conv_width(fields: ConfigFields, key: str) -> int:
@@ -28,7 +38,15 @@ def _conv_width(fields: ConfigFields, key: str) -> int:
     return width
 
 
-def _read_lfm2(fields: ConfigFields) -> DecoderConfig:
+@family_of(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    **LFM2_DEFAULTS,
+    block_multiple_of=256,
+    block_ffn_dim_multiplier=1.0,
+    block_auto_adjust_ff_dim=True,
+)
+def LFM2(fields: ConfigFields) -> DecoderConfig:
     """`block_ff_dim` of older files counts more than `intermediate_size`, their `full_attn_idxs` less than
     `layer_types`."""
     # What is wrong with the size has been noted.
@@ -78,14 +96,6 @@ def _inner_size(fields: ConfigFields) -> int:
     adjusted = int(factor * int(2 * size / 3))
     return -(-adjusted // step) * step if step else 0
 
-
-LFM2_DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": True, "conv_L_cache": 3}
-LFM2 = Family(
-    "lfm2",
-    "Lfm2ForCausalLM",
-    _read_lfm2,
-    {**LFM2_DEFAULTS, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True},
-)
 
 _QWEN_TYPES = {"linear_attention": "delta", "full_attention": "attention"}
 #: What the class of the whole model takes for the image token.
@@ -147,22 +157,16 @@ def read_qwen3_5(
 
 
 def _types_by_interval(fields: ConfigFields) -> list[str]:
-    """Every `full_attention_interval`-th layer is attention."""
-    interval = fields.size("full_attention_interval")
-
-    def kind(layer: int) -> str:
-        return "" if not interval else "linear_attention" if layer % interval else "full_attention"
-
-    return [kind(layer) for layer in range(1, layer_count(fields) + 1)]
+    interval, layers = max(1, fields.size("full_attention_interval")), range(1, layer_count(fields) + 1)
+    return ["linear_attention" if layer % interval else "full_attention" for layer in layers]
 
 
 def _delta_heads(fields: ConfigFields) -> tuple[int, int, int, int]:
     """The numbers of key and value heads, and the sizes of both."""
     keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
     if keys and values % keys:
-        fields.wrong.append(
-            f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}: value heads share keys"
-        )
+        shared = f"a multiple of linear_num_key_heads {keys}: value heads share keys"
+        fields.wrong.append(f"linear_num_value_heads {values} is not {shared}")
     return keys, values, fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, all_biases, biases, read_decoder, rotary_share
+from edgellm.engines.families.decoders import Family, all_biases, biases, family_of, read_decoder, rotary_share
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count, windowed_but_every
 from edgellm.engines.formats.strict_formats import is_number
 from edgellm.engines.model.config import DecoderConfig
@@ -88,15 +88,13 @@ MINISTRAL3 = Family(
 )
 
 
-def _read_seed_oss(fields: ConfigFields) -> DecoderConfig:
+@family_of("seed_oss", "SeedOssForCausalLM", attention_bias=True, head_dim=128)
+def SEED_OSS(fields: ConfigFields) -> DecoderConfig:
     """`attention_bias` is of query, key and value, `attention_out_bias` of the output."""
     output = fields.switch("attention_out_bias")
     return read_decoder(
         fields, **biases(fields) | {"attention_output_bias": output, "mlp_bias": fields.switch("mlp_bias")}
     )
-
-
-SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _read_seed_oss, {"attention_bias": True, "head_dim": 128})
 
 
 #: Llama 3 with attention over a window in three of four layers: every fourth, from the first on, attends to all, unless
@@ -121,7 +119,8 @@ CWM = Family(
 )
 
 
-def _read_phi3(fields: ConfigFields) -> DecoderConfig:
+@family_of("phi3", "Phi3ForCausalLM", num_key_value_heads=None)
+def PHI3(fields: ConfigFields) -> DecoderConfig:
     """Fused projections, and a rotary embedding of a part of each head, which is LongRoPE's or without scaling: the
     first files call LongRoPE "su", or "yarn"."""
     share = rotary_share(fields, 1.0)
@@ -138,9 +137,6 @@ def _read_phi3(fields: ConfigFields) -> DecoderConfig:
     return config
 
 
-PHI3 = Family("phi3", "Phi3ForCausalLM", _read_phi3, {"num_key_value_heads": None})
-
-
 def read_granite(fields: ConfigFields, **own: Any) -> DecoderConfig:
     """A scale each for embeddings, attention, residual stream and logits; those that are left out are 1, that of the
     attention too. Logits are divided by theirs. `own` is for `read_decoder`."""
@@ -153,7 +149,8 @@ def read_granite(fields: ConfigFields, **own: Any) -> DecoderConfig:
 GRANITE = Family("granite", "GraniteForCausalLM", read_granite, {"num_key_value_heads": None})
 
 
-def _read_minicpm(fields: ConfigFields) -> DecoderConfig:
+@family_of("minicpm", "MiniCPMForCausalLM", tie_word_embeddings=True)
+def MINICPM(fields: ConfigFields) -> DecoderConfig:
     """MiniCPM 1, 2 and 4, whose class ships with the checkpoints: what layers add is multiplied by `scale_depth` over
     the square root of their number, logits by `dim_model_base` over the hidden size."""
     if fields.values.get("sparse_config") is not None:
@@ -165,34 +162,26 @@ def _read_minicpm(fields: ConfigFields) -> DecoderConfig:
     return replace(config, residual_scale=residual, logits_scale=logits)
 
 
-MINICPM = Family("minicpm", "MiniCPMForCausalLM", _read_minicpm, {"tie_word_embeddings": True})
-
-
-def _read_smollm3(fields: ConfigFields) -> DecoderConfig:
-    """Some layers have no rotary embedding: `no_rope_layers` holds 0 for each of them, else 1."""
+@family_of(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    no_rope_layer_interval=4,
+    rope_theta=2000000.0,
+    tie_word_embeddings=True,
+    use_sliding_window=False,
+)
+def SMOLLM3(fields: ConfigFields) -> DecoderConfig:
+    """Some layers have no rotary embedding: `no_rope_layers`, which may be longer than there are layers, holds 0 for
+    each of them, else 1; without it they are the last of every so many layers."""
     fields.ignore("no_rope_layers")
-    return read_llama(fields, nope_layers=_nope_layers(fields))
-
-
-def _nope_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """The layers without it, by the list of all layers, which may be longer than there are; else every so many layers,
-    the last of these."""
     count, rotated = layer_count(fields), fields.values.get("no_rope_layers")
     if rotated is None:
         interval = fields.size("no_rope_layer_interval")
-        return tuple(range(interval - 1, count, interval)) if interval else ()
-    if not isinstance(rotated, list) or len(rotated) < count or any(value not in (0, 1) for value in rotated):
+        rotated = [(index + 1) % interval if interval else 1 for index in range(count)]
+    elif not isinstance(rotated, list) or len(rotated) < count or any(value not in (0, 1) for value in rotated):
         fields.expect("no_rope_layers", rotated, f"0 or 1 for each of {count} layers")
-        return ()
-    return tuple(index for index in range(count) if not rotated[index])
-
-
-SMOLLM3 = Family(
-    "smollm3",
-    "SmolLM3ForCausalLM",
-    _read_smollm3,
-    {"no_rope_layer_interval": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True, "use_sliding_window": False},
-)
+        rotated = [1] * count
+    return read_llama(fields, nope_layers=tuple(index for index in range(count) if not rotated[index]))
 
 
 #: Llama, but neighbours are rotated together.
@@ -204,7 +193,8 @@ ERNIE4_5 = Family(
 )
 
 
-def _read_hunyuan(fields: ConfigFields) -> DecoderConfig:
+@family_of("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", num_key_value_heads=None)
+def HUNYUAN(fields: ConfigFields) -> DecoderConfig:
     """Norms of query and key stand behind the rotary embedding, whose base is stretched by `alpha` once for all texts:
     what its files call dynamic (see `HunYuanDenseV1RotaryEmbedding` of transformers)."""
     alpha = fields.take_rotary("alpha")
@@ -221,22 +211,20 @@ def _read_hunyuan(fields: ConfigFields) -> DecoderConfig:
     return replace(config, rope_theta=stretched, rope_scaling=None)
 
 
-HUNYUAN = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _read_hunyuan, {"num_key_value_heads": None})
-
-
-def _read_starcoder2(fields: ConfigFields) -> DecoderConfig:
+@family_of(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    hidden_act="gelu_pytorch_tanh",
+    norm_epsilon=1e-5,
+    tie_word_embeddings=True,
+    use_bias=True,
+)
+def STARCODER2(fields: ConfigFields) -> DecoderConfig:
     """Layer norms, and an MLP without a gate. The window is that of every layer."""
     fields.values = fields.values | {"rms_norm_eps": fields.positive("norm_epsilon")}
     own = all_biases(fields) | {"layer_norms": True, "gated_mlp": False, "naming": "starcoder2"}
     return read_decoder(fields, activations={"gelu_pytorch_tanh": "gelu_tanh"}, windowed=every_layer, **own)
 
-
-STARCODER2 = Family(
-    "starcoder2",
-    "Starcoder2ForCausalLM",
-    _read_starcoder2,
-    {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True},
-)
 
 #: Norms of what attention and MLP give, not of what they take.
 _BEHIND: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": True}
@@ -250,7 +238,8 @@ def _read_olmo2(fields: ConfigFields, **own: Any) -> DecoderConfig:
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, {"num_key_value_heads": None})
 
 
-def _read_olmo3(fields: ConfigFields) -> DecoderConfig:
+@family_of("olmo3", "Olmo3ForCausalLM", num_key_value_heads=None, rope_theta=500000.0, sliding_window=4096)
+def OLMO3(fields: ConfigFields) -> DecoderConfig:
     """Windows in three of four layers, unless `layer_types` says otherwise; a scaling of the rotary embedding is that
     of the other layers alone."""
     theta = fields.take_rope_of_windows("rope_theta")
@@ -259,15 +248,8 @@ def _read_olmo3(fields: ConfigFields) -> DecoderConfig:
     return replace(config, local_rope_theta=theta if has_own else None)
 
 
-OLMO3 = Family(
-    "olmo3",
-    "Olmo3ForCausalLM",
-    _read_olmo3,
-    {"num_key_value_heads": None, "rope_theta": 500000.0, "sliding_window": 4096},
-)
-
-
-def _read_exaone4(fields: ConfigFields) -> DecoderConfig:
+@family_of("exaone4", "Exaone4ForCausalLM", sliding_window=4096, sliding_window_pattern=4)
+def EXAONE4(fields: ConfigFields) -> DecoderConfig:
     """With a `sliding_window` (32B) layers that attend to all have no rotary embedding: every
     `sliding_window_pattern`-th, unless `layer_types` says otherwise. Without one (1.2B) all layers attend to all, and
     have it."""
@@ -279,6 +261,3 @@ def _read_exaone4(fields: ConfigFields) -> DecoderConfig:
         return config
     unrotated = (layer for layer in range(config.num_layers) if config.layer_kind(layer) == "attention")
     return replace(config, nope_layers=tuple(unrotated))
-
-
-EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", _read_exaone4, {"sliding_window": 4096, "sliding_window_pattern": 4})

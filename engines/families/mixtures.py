@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from edgellm.engines.families import hybrid
-from edgellm.engines.families.decoders import SILU, Family, biases, read_decoder
+from edgellm.engines.families.decoders import SILU, Family, biases, family_of, read_decoder
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
 from edgellm.engines.families.llama import read_granite
 from edgellm.engines.families.qwen import QWEN3_VL_DEFAULTS, read_qwen3_vl
@@ -79,14 +79,12 @@ _read_qwen3_vl_moe = partial(read_qwen3_vl, read=_read_qwen3_vl_moe_text, defaul
 QWEN3_VL_MOE = Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", _read_qwen3_vl_moe)
 
 
-def _read_olmoe(fields: ConfigFields) -> DecoderConfig:
+@family_of("olmoe", "OlmoeForCausalLM", num_key_value_heads=None, num_experts_per_tok=8)
+def OLMOE(fields: ConfigFields) -> DecoderConfig:
     """Norms of query and key over all heads together; shares are not normalized by default. `clip_qkv` is refused."""
     mixture = read_mixture(fields, "intermediate_size", 64, normalized=fields.switch("norm_topk_prob"))
     own: dict[str, Any] = {"qk_norm": True, "joint_qk_norm": True, "mixture": mixture}
     return read_decoder(fields, **biases(fields), **own)
-
-
-OLMOE = Family("olmoe", "OlmoeForCausalLM", _read_olmoe, {"num_key_value_heads": None, "num_experts_per_tok": 8})
 
 
 #: Granite's scales; the router's scores are the softmax over the chosen.
@@ -98,7 +96,8 @@ GRANITE_MOE = Family(
 )
 
 
-def _read_granite4(fields: ConfigFields) -> DecoderConfig:
+@family_of("granitemoehybrid", "GraniteMoeHybridForCausalLM", **hybrid.GRANITE4_DEFAULTS)
+def GRANITE4(fields: ConfigFields) -> DecoderConfig:
     """With Granite 3's experts beside the MLP, which every token goes through whole, or without them."""
     if fields.values["num_local_experts"] == 0:
         return hybrid.read_granite4(fields)
@@ -107,15 +106,30 @@ def _read_granite4(fields: ConfigFields) -> DecoderConfig:
     return hybrid.read_granite4(fields, mixture=mixture)
 
 
-GRANITE4 = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read_granite4, hybrid.GRANITE4_DEFAULTS)
-
 #: The letters of `hybrid_override_pattern`, and what the class calls such layers.
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NEMOTRON_OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_limit": "time_step_limit"}
 _NEMOTRON_TYPES = {**hybrid.MIXER_TYPES, "mlp": "mlp", "moe": "mlp"}
 
 
-def _read_nemotron_h(fields: ConfigFields) -> DecoderConfig:
+@family_of(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    num_key_value_heads=None,
+    intermediate_size=21504,
+    layer_norm_epsilon=1e-5,
+    mamba_head_dim=64,
+    mamba_num_heads=128,
+    n_groups=8,
+    ssm_state_size=128,
+    conv_kernel=4,
+    use_conv_bias=True,
+    mlp_hidden_act="relu2",
+    norm_topk_prob=True,
+    **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 7688),
+    num_experts_per_tok=2,
+)
+def NEMOTRON_H(fields: ConfigFields) -> DecoderConfig:
     """Layers that are one part each: Mamba-2, attention without a rotary embedding, an MLP without a gate, or a mixture
     of such. Step sizes have the limits of `time_step_limit`, as published: transformers 5 takes `time_step_min` for the
     lower one, of whole prompts alone."""
@@ -173,21 +187,17 @@ def _nemotron_mixture(fields: ConfigFields, dense: tuple[int, ...]) -> Mixture:
     return read_mixture(fields, "moe_intermediate_size", 8, dense_layers=dense, **own)
 
 
-NEMOTRON_H = Family(
-    "nemotron_h",
-    "NemotronHForCausalLM",
-    _read_nemotron_h,
-    {
-        **{"num_key_value_heads": None, "intermediate_size": 21504, "layer_norm_epsilon": 1e-5},
-        **{"mamba_head_dim": 64, "mamba_num_heads": 128, "n_groups": 8, "ssm_state_size": 128},
-        **{"conv_kernel": 4, "use_conv_bias": True, "mlp_hidden_act": "relu2", "norm_topk_prob": True},
-        **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 7688),
-        "num_experts_per_tok": 2,
-    },
+@family_of(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    **hybrid.LFM2_DEFAULTS,
+    moe_intermediate_size=1792,
+    norm_topk_prob=True,
+    num_dense_layers=2,
+    num_experts_per_tok=4,
+    use_expert_bias=True,
 )
-
-
-def _read_lfm2_moe(fields: ConfigFields) -> DecoderConfig:
+def LFM2_MOE(fields: ConfigFields) -> DecoderConfig:
     """LFM2's layers, of which the first `num_dense_layers` have an MLP; scores are sigmoids, and with
     `use_expert_bias` a bias of each expert takes part in the choice alone."""
     dense, layers = fields.values.get("num_dense_layers"), layer_count(fields)
@@ -206,22 +216,16 @@ def _read_lfm2_moe(fields: ConfigFields) -> DecoderConfig:
     return hybrid.read_lfm2_layers(fields, ["full_attention"] * layers, mixture=mixture)
 
 
-LFM2_MOE = Family(
-    "lfm2_moe",
-    "Lfm2MoeForCausalLM",
-    _read_lfm2_moe,
-    {
-        **hybrid.LFM2_DEFAULTS,
-        "moe_intermediate_size": 1792,
-        "norm_topk_prob": True,
-        "num_dense_layers": 2,
-        "num_experts_per_tok": 4,
-        "use_expert_bias": True,
-    },
+@family_of(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    attention_bias=True,
+    head_dim=64,
+    num_experts_per_tok=4,
+    rope_theta=150000.0,
+    sliding_window=128,
 )
-
-
-def _read_gpt_oss(fields: ConfigFields) -> DecoderConfig:
+def GPT_OSS(fields: ConfigFields) -> DecoderConfig:
     """Attention with sinks and biases, within a window in every other layer, the first included; experts with biases
     and an activation of their own (`Mixture.limit`)."""
     fields.ignore("swiglu_alpha")
@@ -234,19 +238,10 @@ def _read_gpt_oss(fields: ConfigFields) -> DecoderConfig:
     return read_decoder(fields, windowed=lambda layer: layer % 2 == 0, **biases(fields), **own)
 
 
-GPT_OSS = Family(
-    "gpt_oss",
-    "GptOssForCausalLM",
-    _read_gpt_oss,
-    {"attention_bias": True, "head_dim": 64, "num_experts_per_tok": 4, "rope_theta": 150000.0, "sliding_window": 128},
-)
-
-
 def _read_qwen3_5_moe_text(fields: ConfigFields) -> DecoderConfig:
     """Qwen3.5's layers, each with a mixture and an expert that every token goes through."""
-    mixture = read_mixture(
-        fields, "moe_intermediate_size", 256, shared_size=fields.size("shared_expert_intermediate_size")
-    )
+    shared = fields.size("shared_expert_intermediate_size")
+    mixture = read_mixture(fields, "moe_intermediate_size", 256, shared_size=shared)
     fields.values = fields.values | {"intermediate_size": mixture.size or 1}  # there is no MLP of another size
     return hybrid.read_qwen3_5_text(fields, mixture=mixture)
 

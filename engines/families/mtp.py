@@ -81,11 +81,9 @@ def read_mtp(checkpoint: Checkpoint, base: DecoderConfig, vocabulary: int | None
 
 
 def has_packed_head(checkpoint: Checkpoint, base: DecoderConfig) -> bool:
-    """Whether the base's head was published packed."""
     return checkpoint.layout(head_weight_name(as_published(base)), (base.vocab_size, base.hidden_size)) is not None
 
 
 def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Those of the language model."""
     part = checkpoint.config.get("text_config")
     return part if isinstance(part, dict) else checkpoint.config

@@ -51,8 +51,6 @@ def read_pixtral(top: ConfigFields) -> vision_fields.Read:
         "activation": fields.word("hidden_act", vision_fields.ACTIVATIONS),
         "norm_eps": ConfigFields({"rms_norm_eps": 1e-5, **text}, None, top.family).positive("rms_norm_eps"),
         "image_token_id": top.token_id(top.image_key, MISTRAL3_IMAGE_TOKEN),
-        "tensor_prefix": "model.vision_tower.",
-        "projector_prefix": "model.multi_modal_projector.",
         "feature_layers": layers,
         "projector_activation": top.word("projector_hidden_act", {**vision_fields.ACTIVATIONS, None: "gelu"}),
         "projector_bias": top.switch("multimodal_projector_bias"),

@@ -43,5 +43,4 @@ def model_program(config: ModelConfig, shape: EngineShape, share: Share | None =
 
 
 def model_weights(config: ModelConfig) -> list[WeightSpec]:
-    """The weights that a model's checkpoint fills."""
     return _MODELS[type(config)][2](config)

@@ -10,6 +10,7 @@ from typing import Any
 from edgellm.engines.families.decoders import (
     Family,
     biases,
+    family_of,
     read_decoder,
     text_fields,
     vision_fields,
@@ -74,13 +75,11 @@ _QWEN2_5_VL_TEXT = {
 QWEN3_VL_DEFAULTS = {**QWEN3.defaults, "max_position_embeddings": 128000, "rope_theta": 500000.0}
 
 
-def _read_qwen2_5_vl(fields: ConfigFields) -> DecoderConfig:
+@family_of("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")
+def QWEN2_5_VL(fields: ConfigFields) -> DecoderConfig:
     text = text_fields(fields, _QWEN2_5_VL_TEXT)
     config = read_decoder(text, mrope=((16, 24, 24), False), attention_bias=True)
     return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
-
-
-QWEN2_5_VL = Family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _read_qwen2_5_vl)
 
 
 def read_qwen3_vl(

@@ -42,10 +42,9 @@ def smolvlm_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
 def lfm2_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     """The patches come in blocks of a token, the padding behind them; positions are made for each grid."""
     tower, hidden = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps), config.hidden_size
+    embedding = tower.linear("embeddings.patch_embedding", hidden, config.patch_elements)
     return [
-        NormLinear(
-            "hidden_0", (Input("patches"),), tower.linear("embeddings.patch_embedding", hidden, config.patch_elements)
-        ),
+        NormLinear("hidden_0", (Input("patches"),), embedding),
         Add("hidden_0", "hidden_0", "position_embeddings"),
         *layer_steps(config, tower, shape.tokens, "attention_mask"),
         Normed("normed", f"hidden_{config.num_layers}", tower.layer_norm("post_layernorm", hidden)),
@@ -66,10 +65,9 @@ def minicpmv4_6_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     second = tower.linear(f"{name}linear_2", hidden, 4 * config.intermediate_size)
     merger = TowerWeights("merger.", config.projector_prefix, 1e-6)
     linears = merger.linear("mlp.0.linear_1", wide, wide), merger.linear("mlp.0.linear_2", config.out_hidden_size, wide)
+    embedding = tower.convolution("embeddings.patch_embedding", hidden, patch, True)
     return [
-        NormLinear(
-            "hidden_0", (Input("patches"),), tower.convolution("embeddings.patch_embedding", hidden, patch, True)
-        ),
+        NormLinear("hidden_0", (Input("patches"),), embedding),
         Add("hidden_0", "hidden_0", "position_embeddings"),
         *layer_steps(config, tower, rows, "attention_mask", range(merging)),
         *self_attention_steps(config, tower, name, value, value, (rows // 4, 4)),

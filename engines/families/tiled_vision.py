@@ -17,7 +17,6 @@ SMOLVLM_IMAGE_TOKEN, LFM2_VL_IMAGE_TOKEN, INTERNVL_IMAGE_TOKEN = 128257, 396, 15
 
 
 def _read_smolvlm(top: ConfigFields) -> Read:
-    """Idefics3's and SmolVLM's."""
     fields, values = read_tower(top, "idefics3_vision", ("idefics3_vision", "smolvlm_vision", "siglip_vision_model"))
     merge = top.size("scale_factor", 2, LARGEST_MERGE)
     side = _checked_side(fields, values, merge)
@@ -28,8 +27,6 @@ def _read_smolvlm(top: ConfigFields) -> Read:
         "spatial_merge_size": merge,
         "image_token_id": top.token_id("image_token_id", SMOLVLM_IMAGE_TOKEN),
         "feature_layers": (values["num_layers"],),
-        "tensor_prefix": "model.vision_model.",
-        "projector_prefix": "model.connector.",
     }
 
 

@@ -65,7 +65,12 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
     top.wrong += [f"vision_config: {problem}" for problem in fields.wrong]
     top.unsupported += [f"vision_config: {problem}" for problem in fields.unsupported]
     top.raise_problems()
-    return VisionConfig(**values)
+    is_tower = bool(values.get("feature_layers"))
+    return VisionConfig(
+        tensor_prefix=(_TOWER_PREFIXES if is_tower else _QWEN_PREFIXES)[0],
+        projector_prefix=(_PROJECTOR_PREFIXES if is_tower else _QWEN_PREFIXES)[0],
+        **values,
+    )
 
 
 def _read_qwen2_5(top: ConfigFields) -> vision_fields.Read:
@@ -121,8 +126,6 @@ def _read_qwen(
         "image_token_id": top.token_id("image_token_id", smallest=1),
         "vision_start_token_id": top.token_id("vision_start_token_id"),
         "vision_end_token_id": top.token_id("vision_end_token_id"),
-        "tensor_prefix": "model.visual.",
-        "projector_prefix": "model.visual.",
     }
     return fields, vision_fields.rotated(fields, values)
 
@@ -232,10 +235,7 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
 
 def position_table(checkpoint: Checkpoint, config: VisionConfig, patches: int) -> np.ndarray | None:
     """The table of positions [positions, H] float32, Gemma 4's [2, positions, H] of columns and rows, those that images
-    of so many patches have; None where the family has none.
-
-    Raises CheckpointError where a value is infinite or NaN.
-    """
+    of so many patches have; None where the family has none. Raises CheckpointError where a value is infinite or NaN."""
     for spec in host_weights(config):
         table = load_numpy_weights(checkpoint, [spec])[spec.name]
         return table if table.ndim == 2 else table[:, : patches // config.spatial_merge_size].copy()

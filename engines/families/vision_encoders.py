@@ -160,7 +160,6 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
 def _attention(
     config: VisionConfig, weights: NamedWeights, name: str, norm: Norm, windows: tuple[int, int], mask: str
 ) -> list[Step]:
-    """Attention of Qwen's encoders on the residual stream "hidden"."""
     hidden = config.hidden_size
     qkv, output = weights.linear(f"{name}.qkv", 3 * hidden, hidden), weights.linear(f"{name}.proj", hidden, hidden)
     heads = config.num_heads, config.head_dim
@@ -192,7 +191,6 @@ def vision_program(config: VisionConfig, shape: EngineShape) -> Program:
 
 
 def vision_weights(config: VisionConfig) -> list[WeightSpec]:
-    """The weights that the engines take."""
     shape = vision_shape(config.rows_for_patches(config.merge_patches))
     return list(vision_program(config, shape).weights.values())
 
@@ -201,9 +199,8 @@ def host_weights(config: VisionConfig) -> list[WeightSpec]:
     """Weights that are read on the host instead: a table of positions [positions, H], interpolated there."""
     if config.num_position_embeddings is None:
         return []
-    names, is_tower = NamedWeights("visual.", config.tensor_prefix), bool(config.feature_layers)
+    names, table = NamedWeights("visual.", config.tensor_prefix), (config.num_position_embeddings, config.hidden_size)
     if config.family == "gemma4":
-        table = "patch_embedder.position_embedding_table"
-        return [names.weight(table, 2, config.num_position_embeddings, config.hidden_size)]
-    name = "embeddings.position_embedding.weight" if is_tower else "pos_embed.weight"
-    return [names.weight(name, config.num_position_embeddings, config.hidden_size)]
+        return [names.weight("patch_embedder.position_embedding_table", 2, *table)]
+    name = "embeddings.position_embedding.weight" if config.feature_layers else "pos_embed.weight"
+    return [names.weight(name, *table)]

@@ -65,8 +65,6 @@ def read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> Rea
         "out_hidden_size": text_hidden_size(top),
         "activation": fields.word("hidden_act", ACTIVATIONS),
         "norm_eps": fields.positive("layer_norm_eps"),
-        "tensor_prefix": "model.vision_tower.",
-        "projector_prefix": "model.multi_modal_projector.",
         "image_size": image_size,
     }
     if not values["out_hidden_size"]:
@@ -76,9 +74,11 @@ def read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> Rea
 
 def dimensions(top: ConfigFields, fields: ConfigFields, depth: str, heads: str, channels: str) -> dict[str, Any]:
     """What every encoder has, under the family's names."""
+    text = top.values.get("text_config")
+    declared = (text.get("dtype") or text.get("torch_dtype")) if isinstance(text, dict) else None
     sizes: dict[str, Any] = {
         "family": top.family,
-        "dtype": declared_dtype(top),
+        "dtype": top.dtype(declared if isinstance(declared, str) else None),
         "hidden_size": fields.size("hidden_size"),
         "intermediate_size": fields.size("intermediate_size"),
         "num_layers": fields.size(depth, largest=LARGEST_DEPTH),
@@ -133,18 +133,10 @@ def feature_layers(top: ConfigFields, depth: int, usual: int = -2) -> tuple[int,
 
 def text_hidden_size(top: ConfigFields) -> int:
     """The language model's: newer files have it in `text_config`, older ones of Qwen's at the top; 0 if neither.
-
-    LLaVA's and Gemma 3's leave it out where it is that of their classes.
-    """
+    LLaVA's and Gemma 3's leave it out where it is that of their classes."""
     text = top.values.get("text_config")
     value = text.get("hidden_size") if isinstance(text, dict) else None
     value = top.values.get("hidden_size") if value is None else value
     if value is None and isinstance(text, dict):
         value = _TEXT_HIDDEN_SIZES.get(top.family)
     return value if is_integer(value) and value > 0 else 0
-
-
-def declared_dtype(top: ConfigFields) -> str:
-    text = top.values.get("text_config")
-    declared = (text.get("dtype") or text.get("torch_dtype")) if isinstance(text, dict) else None
-    return top.dtype(declared if isinstance(declared, str) else None)

@@ -8,7 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, inner_family, read_inner, text_fields, with_image_tokens
+from edgellm.engines.families.decoders import (
+    Family,
+    family_of,
+    inner_family,
+    read_inner,
+    text_fields,
+    with_image_tokens,
+)
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.gemma import GEMMA, GEMMA2, GEMMA3
 from edgellm.engines.families.hybrid import LFM2, QWEN3_5_TEXT
@@ -75,7 +82,8 @@ _PALIGEMMA_TEXT = {
 }
 
 
-def _read_qwen3_asr(fields: ConfigFields) -> DecoderConfig:
+@family_of("qwen3_asr", "Qwen3ASRForConditionalGeneration", tie_word_embeddings=True)
+def QWEN3_ASR(fields: ConfigFields) -> DecoderConfig:
     if "thinker_config" in fields.values:
         fields.refuse("thinker_config", {}, "supported is the layout of transformers: Qwen/Qwen3-ASR-1.7B-hf")
     return _read_with_speech(fields, _sized(QWEN3, _ASR_SIZES), 151676)
@@ -98,13 +106,15 @@ def _with_images(token: int, *families: Family, key: str | None = None) -> Calla
     return lambda fields: with_image_tokens(read_inner(fields, *families), fields, key or fields.image_key, token)
 
 
-def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
+@family_of("gemma3", "Gemma3ForConditionalGeneration")
+def GEMMA3_WITH_IMAGES(fields: ConfigFields) -> DecoderConfig:
     """Each image has `mm_tokens_per_image` tokens, each of which sees all of them."""
     config = with_image_tokens(read_inner(fields, GEMMA3), fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
     return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
 
 
-def _read_paligemma(fields: ConfigFields) -> DecoderConfig:
+@family_of("paligemma", "PaliGemmaForConditionalGeneration")
+def PALIGEMMA(fields: ConfigFields) -> DecoderConfig:
     """All of a prompt sees itself; its images have one token for each patch."""
     family = inner_family(fields, GEMMA, GEMMA2)
     text = text_fields(fields, {**family.defaults, **_PALIGEMMA_TEXT[family.name]})
@@ -116,7 +126,8 @@ def _read_paligemma(fields: ConfigFields) -> DecoderConfig:
     return replace(config, image_tokens=tokens, prefix_attention=True)
 
 
-def _read_minicpmv4_6(fields: ConfigFields) -> DecoderConfig:
+@family_of("minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration")
+def MINICPMV4_6(fields: ConfigFields) -> DecoderConfig:
     """Qwen3.5's language model; an image's tokens stand at consecutive positions."""
     config = replace(read_inner(fields, QWEN3_5_TEXT), mrope_section=(), mrope_interleaved=False)
     return with_image_tokens(config, fields, "image_token_id", None)
@@ -139,15 +150,11 @@ _read_smolvlm = _with_images(SMOLVLM_IMAGE_TOKEN, LLAMA, key="image_token_id")
 _read_lfm2_vl = _with_images(LFM2_VL_IMAGE_TOKEN, LFM2, key="image_token_id")
 _read_internvl = _with_images(INTERNVL_IMAGE_TOKEN, QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS, key="image_token_id")
 LLAVA = Family("llava", "LlavaForConditionalGeneration", _read_llava)
-PALIGEMMA = Family("paligemma", "PaliGemmaForConditionalGeneration", _read_paligemma)
-GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", _read_gemma3_with_images)
 SMOLVLM = Family("smolvlm", "SmolVLMForConditionalGeneration", _read_smolvlm)
 IDEFICS3 = Family("idefics3", "Idefics3ForConditionalGeneration", _read_smolvlm)
 LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _read_lfm2_vl)
-MINICPMV4_6 = Family("minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration", _read_minicpmv4_6)
 INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl)
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)
-QWEN3_ASR = Family("qwen3_asr", "Qwen3ASRForConditionalGeneration", _read_qwen3_asr, {"tie_word_embeddings": True})
 VOXTRAL = Family("voxtral", "VoxtralForConditionalGeneration", _read_voxtral)
 VOXTRAL_REALTIME = Family(
     "voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", _read_voxtral_realtime, {"tie_word_embeddings": True}

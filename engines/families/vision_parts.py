@@ -50,29 +50,14 @@ def bounds(tower: TowerWeights, name: str, side: str) -> WeightSpec:
     return WeightSpec(f"{ends[0].name.removesuffix('_min')}_bounds", (2,), tuple(each.parts[0] for each in ends))
 
 
-def bounded_linear(
-    tower: TowerWeights, name: str, output: str, value: str, sizes: tuple[int, int], clipped: bool
-) -> list[Step]:
-    """Gemma 4's linear layer of `sizes` (rows, columns), whose input and output have bounds where it is `clipped`."""
-    linear = tower.linear(f"{name}.linear", *sizes, False)
-    if not clipped:
-        return [NormLinear(output, (Input(value),), linear)]
-    return [
-        Clip("bounded", ((value, bounds(tower, name, "input")),)),
-        NormLinear(output, (Input("bounded"),), linear),
-        Clip(output, ((output, bounds(tower, name, "output")),)),
-    ]
-
-
 def bounded_linears(tower: TowerWeights, folder: str, norm: Norm, rows: Mapping[str, int], columns: int) -> list[Step]:
     """What "hidden", normed, gives by several clipped layers of a folder, each with its own bounds, under their names;
     outputs are not clipped yet."""
     steps: list[Step] = [Normed("normed", "hidden", norm)]
     for name, count in rows.items():
+        linear = tower.linear(f"{folder}{name}.linear", count, columns, False)
         steps.append(Clip("bounded", (("normed", bounds(tower, f"{folder}{name}", "input")),)))
-        steps.append(
-            NormLinear(name, (Input("bounded"),), tower.linear(f"{folder}{name}.linear", count, columns, False))
-        )
+        steps.append(NormLinear(name, (Input("bounded"),), linear))
     return steps
 
 
@@ -96,12 +81,18 @@ class BoundedLayer:
         return self._tower.rms_norm(f"{self._prefix}{name}", self._config.hidden_size)
 
     def _linear(self, name: str, output: str, value: str, rows: int, columns: int) -> list[Step]:
-        return bounded_linear(
-            self._tower, f"{self._prefix}{name}", output, value, (rows, columns), self._config.clipped
-        )
+        """A linear layer, whose input and output have bounds where such layers are clipped."""
+        name = f"{self._prefix}{name}"
+        linear = self._tower.linear(f"{name}.linear", rows, columns, False)
+        if not self._config.clipped:
+            return [NormLinear(output, (Input(value),), linear)]
+        return [
+            Clip("bounded", ((value, bounds(self._tower, name, "input")),)),
+            NormLinear(output, (Input("bounded"),), linear),
+            Clip(output, ((output, bounds(self._tower, name, "output")),)),
+        ]
 
     def _added(self, value: str, name: str, columns: int, norm: str, share: float = 1.0) -> list[Step]:
-        """What a linear layer gives, normed, is added."""
         linear = self._linear(name, "added", value, self._config.hidden_size, columns)
         return [*linear, NormedResidual("hidden", "added", self._norm(norm), "hidden", share)]
 
@@ -112,10 +103,8 @@ def used_layers(config: VisionConfig) -> int:
 
 
 def tower_steps(config: VisionConfig, tower: TowerWeights) -> list[Step]:
-    """CLIP or SigLIP, from "patches" to "hidden_0" and the outputs of layers, "hidden_1" and on.
-
-    Every image has the same number of patches, in reading order: nothing is padded.
-    """
+    """CLIP or SigLIP, from "patches" to "hidden_0" and the outputs of layers, "hidden_1" and on. Every image has the
+    same number of patches, in reading order: nothing is padded."""
     hidden, rows = config.hidden_size, config.tower_rows
     patch = (config.in_channels, config.patch_size, config.patch_size)
     embedding = tower.convolution("embeddings.patch_embedding", hidden, patch, bias=not config.class_token)

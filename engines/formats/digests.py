@@ -89,7 +89,6 @@ class _Hashing:
         self._section, self._left, self._own, self._all = section, section, hashlib.sha256(), hashlib.sha256()
 
     def update(self, block: memoryview) -> None:
-        """Take what comes next."""
         while self._section and len(block) >= self._left:
             self._own.update(block[: self._left])
             self._all.update(self._own.digest())
@@ -98,7 +97,6 @@ class _Hashing:
         self._own.update(block)
 
     def hexdigest(self) -> str:
-        """Of all that came, in 64 digits."""
         if self._section and self._left < self._section:
             self._all.update(self._own.digest())
         return (self._all if self._section else self._own).hexdigest()
@@ -158,10 +156,8 @@ def recall_digest(path: Path, section: int | None = None) -> FileDigest | None:
 
 
 def remember_digest(path: Path, digest: FileDigest, earlier: Path | None = None) -> None:
-    """Remember the digest of the file as it now stands; where the cache cannot be written, the next start hashes.
-
-    What was found in a file of that digest, which had its name, or the name `earlier`, is still known.
-    """
+    """Remember the digest of the file as it now stands; where the cache cannot be written, the next start hashes. What
+    was found in a file of that digest, which had its name, or the name `earlier`, is still known."""
     real, was = Path(os.path.realpath(path)), Path(os.path.realpath(earlier or path))
     records = [record for record in map(_Record.read, (was, real)) if record]
     kind, sha256 = digest.section, digest.sha256
@@ -180,9 +176,7 @@ def remember_digest(path: Path, digest: FileDigest, earlier: Path | None = None)
 
 def is_known_finite(path: Path, status: os.stat_result, tensors: Iterable[str]) -> bool:
     """Whether the values of these tensors were found to be finite in the file, whose `status` is that of its opening.
-
-    False where its digest is not remembered, as that of a small file never is.
-    """
+    False where its digest is not remembered, as that of a small file never is."""
     real = Path(os.path.realpath(path))
     record = _Record.read(real)
     return bool(record and record.identity == _identity(real, status) and _names_digest(tensors) in record.finite)
@@ -201,10 +195,8 @@ def remember_finite(path: Path, status: os.stat_result, tensors: Iterable[str]) 
 
 
 def current_digest(path: Path, trust_memory: bool = True, section: int | None = None) -> FileDigest:
-    """The file's digest: remembered where the file is large and unchanged since, else computed and remembered.
-
-    It is that of sections of `section` bytes (None: `section_of` its size; 0: of the whole). Raises OSError.
-    """
+    """The file's digest: remembered where the file is large and unchanged since, else computed and remembered. It is
+    that of sections of `section` bytes (None: `section_of` its size; 0: of the whole). Raises OSError."""
     size = path.stat().st_size
     kind = section_of(size) if section is None else section
     if size < SMALL_FILE_BYTES:

@@ -66,11 +66,8 @@ def size_limit(name: str) -> int:
 def read_file(
     path: Path, limit: int, error_class: type[EdgeLLMError], what: str = "", advice: str = "", takes_pipes: bool = False
 ) -> bytes:
-    """The content of a file of at most `limit` bytes; `what` names it in errors, `advice` ends them.
-
-    With `takes_pipes` pipes and terminals are read too: for what a user names. Raises `error_class`, also where a pipe
-    stays silent.
-    """
+    """The content of a file of at most `limit` bytes; `what` names it in errors, `advice` ends them. With `takes_pipes`
+    pipes and terminals are read too: for what a user names. Raises `error_class`, also where a pipe stays silent."""
     with _named(f"{what} {printable(path)}".lstrip(), error_class, advice):
         return _piped_bytes(path, limit) if takes_pipes else ordinary_bytes(path, limit)
 
@@ -212,11 +209,8 @@ def read_tokenizer(path: Path, error_class: type[EdgeLLMError]) -> tokenizers.To
 
 
 def encoded(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The ids of a text; EngineDirectoryError where the tokenizer fails on it.
-
-    Of long texts one at a time is encoded, which takes a hundred bytes a token, while other threads go on: only a batch
-    lets the GIL go.
-    """
+    """The ids of a text; EngineDirectoryError where the tokenizer fails on it. Of long texts one at a time is encoded,
+    which takes a hundred bytes a token, while other threads go on: only a batch lets the GIL go."""
     with _explained("the model's tokenizer fails on the prompt", EngineDirectoryError):
         if len(text) <= _LONG_TEXT:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

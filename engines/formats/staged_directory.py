@@ -52,10 +52,8 @@ class StagedDirectory:
                 folder.rmdir()
 
     def commit(self, replace: bool) -> None:
-        """Give the directory its name; one that has it is replaced, in one step where the system can.
-
-        Without `replace` only an empty one is; another raises OSError.
-        """
+        """Give the directory its name; one that has it is replaced, in one step where the system can. Without `replace`
+        only an empty one is; another raises OSError."""
         sync_directory(self.path)
         if not replace or not self._target.exists():
             try:

@@ -129,7 +129,6 @@ class JSONObject:
         return cls(values, place, error_class, advice)
 
     def error(self, message: str) -> EdgeLLMError:
-        """An error about this object, to raise."""
         return self._error_class(f"{self.place}: {message}{_ending(self._advice)}")
 
     def get(self, key: str, kind: str, largest: int | None = None) -> Any:
@@ -143,14 +142,12 @@ class JSONObject:
         return tuple(value) if kind.startswith("tuple") else float(value) if kind == "float" else value
 
     def choice(self, key: str, choices: Iterable[str]) -> str:
-        """The text under `key`, one of `choices`."""
         value = self.get(key, "str")
         if value not in choices:
             raise self.error(f"{key!r} is {value!r:.80}, expected one of {', '.join(choices)}")
         return value
 
     def object(self, key: str) -> JSONObject:
-        """The object under `key`."""
         return JSONObject(self.get(key, "dict"), f"{self.place}: {key}", self._error_class, self._advice)
 
     def refuse_other_keys(self, *known: str) -> None:

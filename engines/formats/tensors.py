@@ -45,10 +45,8 @@ def float32_into(values: np.ndarray, dtype: str, target: np.ndarray) -> None:
 
 
 def convert(values: np.ndarray, source: str, target: str) -> tuple[np.ndarray, int]:
-    """`values` of format `source` in format `target` (keys of `STORAGE`), rounded once to nearest, ties to even.
-
-    Also returns how many finite values became infinite because the target cannot hold them.
-    """
+    """`values` of format `source` in format `target` (keys of `STORAGE`), rounded once to nearest, ties to even. Also
+    returns how many finite values became infinite because the target cannot hold them."""
     if source == target:
         return values, 0
     exact = np.empty(values.shape, np.float32)

@@ -104,12 +104,12 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     size = metadata.count("ssm.inner_size")
     if not heads or size % heads:
         raise metadata.error("ssm.inner_size", size, f"a multiple of 'ssm.time_step_rank', {heads}")
-    layers, recurrent = config["num_hidden_layers"], metadata.get("attention.recurrent_layers")
+    recurrent, types = metadata.get("attention.recurrent_layers"), None
+    if isinstance(recurrent, list):
+        types = [attends(not each, "linear") for each in recurrent[: config["num_hidden_layers"]]]
     return {
         "full_attention_interval": interval,
-        "layer_types": [attends(not each, "linear") for each in recurrent[:layers]]
-        if isinstance(recurrent, list)
-        else None,
+        "layer_types": types,
         "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
         "linear_key_head_dim": metadata.whole("ssm.state_size"),
         "linear_value_head_dim": size // heads,

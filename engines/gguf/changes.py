@@ -38,14 +38,12 @@ class Change:
 
     @property
     def dtype(self) -> str:
-        """What the result is of."""
         kinds = {info.dtype for info in self.infos}
         is_float32 = self.values in ("less 1", "logarithm") or len(kinds) > 1
         return "float32" if is_float32 or (self.dense and kinds & set(PACKED_TYPES)) else kinds.pop()
 
     @property
     def is_packed(self) -> bool:
-        """Whether the result is."""
         return self.dtype in PACKED_TYPES
 
     @property

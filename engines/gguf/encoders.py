@@ -95,11 +95,11 @@ def image_config(text: _Config, model: Metadata, encoder: Metadata) -> tuple[_Co
     projector = _projector(encoder)
     family = _MODELS.get((model.architecture, projector))
     if family is None:
-        known = " and ".join(f"{kind!r} of {name!r}" for name, kind in _MODELS)
+        supported = " and ".join(f"{kind!r} of {name!r}" for name, kind in _MODELS)
         raise UnsupportedModelError(
             f"{encoder.path}: 'clip.projector_type' is {projector!r:.80}, beside a model of the architecture "
-            f"{model.architecture!r}; supported are {known}. Take the encoder of this very model, or its texts alone: "
-            "--mmproj none"
+            f"{model.architecture!r}; supported are {supported}. Take the encoder of this very model, or its texts "
+            "alone: --mmproj none"
         )
     vision: _Config = {
         "depth": encoder.count("vision.block_count"),
@@ -117,7 +117,11 @@ def image_config(text: _Config, model: Metadata, encoder: Metadata) -> tuple[_Co
     rope = text["rope_parameters"] | model.sections()
     whole = {key: text[key] for key in ("tie_word_embeddings", "dtype", "quantization_config") if key in text}
     inner = {key: value for key, value in text.items() if key != "quantization_config"} | {"rope_parameters": rope}
-    config = {"model_type": family, "text_config": inner, "vision_config": vision} | whole | _tokens(model)
+    known = model.entries("tokenizer.ggml.tokens", str, "texts")
+    if missing := [token for token in _TOKENS.values() if token not in known]:
+        raise model.error("tokenizer.ggml.tokens", f"{len(known)} texts without {', '.join(missing)}", "those, too")
+    tokens = {key: known.index(token) for key, token in _TOKENS.items()}
+    config = {"model_type": family, "text_config": inner, "vision_config": vision} | whole | tokens
     return config, _preprocessor(encoder, vision, _PROJECTORS[projector].pixels)
 
 
@@ -141,13 +145,6 @@ def _of_positions(encoder: Metadata, vision: _Config) -> _Config:
     layers = [layer for layer, is_one in enumerate(flags) if is_one]
     own = {"num_position_embeddings": table.shape[0], "deepstack_visual_indexes": layers}
     return {"hidden_act": "gelu_pytorch_tanh"} | own
-
-
-def _tokens(model: Metadata) -> _Config:
-    tokens = model.entries("tokenizer.ggml.tokens", str, "texts")
-    if missing := [text for text in _TOKENS.values() if text not in tokens]:
-        raise model.error("tokenizer.ggml.tokens", f"{len(tokens)} texts without {', '.join(missing)}", "those, too")
-    return {key: tokens.index(text) for key, text in _TOKENS.items()}
 
 
 def _preprocessor(encoder: Metadata, vision: _Config, usual: tuple[int, int]) -> _Config:

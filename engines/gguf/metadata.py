@@ -42,7 +42,6 @@ class Metadata:
         return self._checked(key, lambda value: isinstance(value, str), "a text")
 
     def flag(self, key: str) -> bool | None:
-        """True or false."""
         return self._checked(key, lambda value: isinstance(value, bool), "true or false")
 
     def number(self, key: str) -> float | None:
@@ -122,7 +121,6 @@ class Metadata:
         return most if most in STORAGE else packed
 
     def has(self, *tensors: str) -> bool:
-        """Whether there is a tensor of one of these names."""
         return not self.tensors.keys().isdisjoint(tensors)
 
     def values(self, tensor: str, files: Sequence[GgufFile]) -> np.ndarray | None:
@@ -139,7 +137,6 @@ class Metadata:
         return file.bytes_of(info).view("<f4").reshape(info.shape)
 
     def error(self, key: str, found: Any, expected: str) -> CheckpointError:
-        """The error for a key."""
         return CheckpointError(f"{self.path}: {self._full(key)!r} is {brief(found)}, expected {expected}. {ADVICE}")
 
     def _full(self, key: str) -> str:

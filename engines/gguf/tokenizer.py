@@ -54,11 +54,6 @@ class _Pre(NamedTuple):
 
 
 _LLAMA3 = _Pre(_words(r"\p{L}+", r"\p{N}{1,3}"), whole=True, begins=True)
-_QWEN2 = _Pre(_words(r"\p{L}+", r"\p{N}"), composes=True)
-_QWEN35 = _Pre(_words(r"[\p{L}\p{M}]+", r"\p{N}", r"\p{M}"), composes=True)
-_CL100K = _LLAMA3._replace(whole=False, begins=False)
-_TEKKEN = _Pre(_by_case("", r"\p{N}"), whole=True, begins=True)
-_GPT4O = _Pre(_by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"))
 _SEED = _Pre(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_ENDS}")
 #: A mark of ASCII belongs to the letters of ASCII behind it; numbers, and Chinese and Japanese, are apart before.
 _HUNYUAN = _Pre(
@@ -68,13 +63,13 @@ _HUNYUAN = _Pre(
 #: By `tokenizer.ggml.pre`, of the families that there are.
 _PRES = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _CL100K),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "qwen35": _QWEN35,
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3._replace(whole=False, begins=False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Pre(_words(r"\p{L}+", r"\p{N}"), composes=True)),
+    "qwen35": _Pre(_words(r"[\p{L}\p{M}]+", r"\p{N}", r"\p{M}"), composes=True),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Pre(apart=True)),
     **dict.fromkeys(("gpt-2", "olmo", "exaone4"), _Pre()),
-    "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
+    "tekken": _Pre(_by_case("", r"\p{N}"), whole=True, begins=True),
+    "gpt-4o": _Pre(_by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")),
     "seed-coder": _SEED,
     "hunyuan-dense": _HUNYUAN,
 }

@@ -108,7 +108,6 @@ class GgufWeights:
         return all(file.keep() for file in self._files.values())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -179,11 +178,9 @@ class _Naming:
         if "up" in own:
             return ()
         up = self._metadata.tensors.get(info.name.replace("gate", "up"))
-        return (
-            ((name, Change((info, up))),)
-            if up is not None and up.shape == info.shape
-            else ((info.name, Change((info,))),)
-        )
+        if up is None or up.shape != info.shape:
+            return ((info.name, Change((info,))),)
+        return ((name, Change((info, up))),)
 
     @staticmethod
     def _check_type(info: TensorInfo, allowed: tuple[str, ...]) -> None:
@@ -258,7 +255,6 @@ class _Naming:
         return found
 
     def _change(self, own: str, kind: str, info: TensorInfo) -> Change:
-        """What is done to a tensor of the module `own`."""
         architecture, rows = self._architecture, info.shape[0]
         if own in ("attn_q", "attn_k") and architecture.permuted:
             key = "attention.head_count" if own == "attn_q" else "attention.head_count_kv"

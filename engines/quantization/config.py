@@ -30,9 +30,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 
 def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None:
     """What the checkpoint in the folder `path`, whose `config.json` is `config`, says of its weights; None: all dense.
-
-    Raises CheckpointError for a method or a setting that is not read, by its name.
-    """
+    Raises CheckpointError for a method or a setting that is not read, by its name."""
     place, (_, values) = path / "config.json", quantization_settings(config)
     if values is None and (path / MODELOPT_FILE).exists():
         place, values = path / MODELOPT_FILE, {"quant_method": "modelopt"}

@@ -44,7 +44,6 @@ class Fp8Layout(Layout):
         return {"weight": Stored.of((rows, columns), *FP8), self.scale_tensor: scale}
 
     def format(self, scale_dtype: str) -> WeightFormat:
-        """8-bit floats, in groups of a block's columns."""
         group = self.block[1] if self.strategy == "block" else None
         return WeightFormat("fp8", group, False, self.dtype or scale_dtype)
 
@@ -147,10 +146,8 @@ class Mxfp4(Quantization):
 
 
 class FineGrainedFp8(Quantization):
-    """Hugging Face's `quant_method` fp8: `weight_scale_inv` multiplies, whatever its name says.
-
-    Files of AutoFP8 have the same method without `weight_block_size`: one `weight_scale` of each weight.
-    """
+    """Hugging Face's `quant_method` fp8: `weight_scale_inv` multiplies, whatever its name says. Files of AutoFP8 have
+    the same method without `weight_block_size`: one `weight_scale` of each weight."""
 
     method = "fp8"
 

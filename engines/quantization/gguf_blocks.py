@@ -28,12 +28,10 @@ def _halves(data: np.ndarray, first: int, count: int = 1) -> np.ndarray:
 
 
 def _scale(data: np.ndarray) -> _Scales:
-    """d."""
     return (_halves(data, 0).astype(np.float32),)
 
 
 def _scale_and_minimum(data: np.ndarray) -> _Scales:
-    """d, m."""
     return _halves(data, 0).astype(np.float32), _halves(data, 2).astype(np.float32)
 
 

@@ -63,9 +63,7 @@ class Stored:
 
 class LinearTensors:
     """The tensors of one linear layer [N, K] in a checkpoint, by the endings of their names; what is read is checked.
-
-    `tensor` gives dtype, shape and bytes of a tensor [nbytes] by its full name, None where there is none.
-    """
+    `tensor` gives dtype, shape and bytes of a tensor [nbytes] by its full name, None where there is none."""
 
     def __init__(
         self,
@@ -96,11 +94,9 @@ class LinearTensors:
         return part
 
     def has(self, ending: str) -> bool:
-        """Whether there is such a tensor."""
         return self._tensor(f"{self.module}.{ending}") is not None
 
     def dtype(self, ending: str) -> str:
-        """The dtype of a tensor which must be there."""
         return self._found(ending)[0]
 
     def integers(self, ending: str) -> np.ndarray:
@@ -190,10 +186,8 @@ class Layout(ABC):
 
 
 class Quantization(ABC):
-    """What a checkpoint's configuration says: `method` by name, and which layout each linear layer has.
-
-    `notes` are sentences on what the file holds and nothing here uses.
-    """
+    """What a checkpoint's configuration says: `method` by name, and which layout each linear layer has. `notes` are
+    sentences on what the file holds and nothing here uses."""
 
     method: str
     notes: tuple[str, ...] = ()
@@ -226,7 +220,6 @@ class Settings:
         return value
 
     def switch(self, key: str, default: bool) -> bool:
-        """True or false."""
         return self.choice(key, (True, False), default)
 
     def group(self, key: str = "group_size", default: int | None = None) -> int | None:

@@ -83,7 +83,6 @@ class StoredWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         return sum(part.shape[0] for part in self.codes), self.codes[0].shape[1]
 
     def unpacked(self) -> PackedWeight:
@@ -179,13 +178,8 @@ def unpacked(words: np.ndarray, bits: int, axis: int, count: int) -> np.ndarray:
         return np.ascontiguousarray(unpacked(words.T, bits, 1, count).T)
     codes = np.ascontiguousarray(words).view(np.uint8)
     if bits == 4:
-        codes = _halves(codes)
+        halves = np.empty((len(codes), 2 * codes.shape[1]), np.uint8)
+        np.bitwise_and(codes, 15, out=halves[:, ::2])
+        np.right_shift(codes, 4, out=halves[:, 1::2])
+        codes = halves
     return np.ascontiguousarray(codes[:, :count])
-
-
-def _halves(values: np.ndarray) -> np.ndarray:
-    """uint8 [R, 2 C] of uint8 [R, C]: of each byte the low half, then the high one."""
-    result = np.empty((values.shape[0], 2 * values.shape[1]), np.uint8)
-    np.bitwise_and(values, 15, out=result[:, ::2])
-    np.right_shift(values, 4, out=result[:, 1::2])
-    return result

@@ -54,7 +54,6 @@ class Arithmetic:
         """The arrays that were given may change from now on."""
 
     def observation(self, columns: int, group: int | None, wants_moments: bool = False) -> Observation:
-        """The observation of what a linear layer of so many columns takes."""
         return Observation(columns, group, wants_moments)
 
     def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:

@@ -29,10 +29,8 @@ _SAMPLED_OF_EXPERT = 128
 
 
 class CalibrationRows:
-    """The residual stream of calibration texts, of token ids each, in front of a layer: first of layer 0.
-
-    `texts` are float32 [T, H], one a text.
-    """
+    """The residual stream of calibration texts, of token ids each, in front of a layer: first of layer 0. `texts` are
+    float32 [T, H], one a text."""
 
     def __init__(
         self,
@@ -56,7 +54,6 @@ class CalibrationRows:
 
     @property
     def count(self) -> int:
-        """Tokens of all texts."""
         return sum(map(len, self.texts))
 
     def observe_layer(self, index: int, weights: Mapping[str, np.ndarray]) -> dict[str, InputStatistics]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,11 +40,6 @@ def linears(program: Program, experts: int | None = None) -> list[Linear]:
         elif step.multiplies is not None:
             found.append(step.multiplies)
     return found
-
-
-def experts_of(program: Program) -> list[tuple[Linear, Linear]]:
-    """`expert_linears` of the mixture in a layer; none where it has none."""
-    return [pair for step in program.mixtures for pair in expert_linears(step)]
 
 
 def router_patterns(config: DecoderConfig) -> list[str]:
@@ -142,8 +138,9 @@ def layer_tensors(
     tensors: dict[str, StoredTensor] = {}
     for spec in layer_specs(program):
         whole = quantize(packed[spec.name].name, weights[spec.name]) if spec.name in packed else None
-        for name, part in _parts(spec):
-            info = checkpoint.info(name)
+        width = math.prod(spec.shape[1:])
+        for _, name, place in part_places([spec]):
+            info, part = checkpoint.info(name), slice(place.start // width, place.stop // width)
             if whole is None or name.endswith(DENSE_PARTS):
                 values = converted(info, weights[spec.name][part], info.dtype, source="float32")
                 elements = np.asarray(values, STORAGE[info.dtype]).reshape(info.shape)
@@ -179,9 +176,3 @@ def head_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         for name, info in checkpoint.tensors.items()
         if name.endswith(".weight") and len(info.shape) == 2 and not name.endswith(_TABLES)
     }
-
-
-def _parts(spec: WeightSpec) -> list[tuple[str, slice]]:
-    """The published tensors of a buffer, and which of its rows (or elements) each is."""
-    width = int(np.prod(spec.shape[1:]))
-    return [(name, slice(place.start // width, place.stop // width)) for _, name, place in part_places([spec])]

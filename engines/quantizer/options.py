@@ -85,11 +85,8 @@ def check_groups(columns: Mapping[str, int], options: QuantizationOptions) -> No
         return
     listed = ", ".join(f"{name.removesuffix('.weight')} ({count})" for name, count in wrong.items())
     fitting = _fitting(columns.values())[::-1]
+    advice = f"--group-size {' or '.join(map(str, fitting))} divides them all"
     raise CheckpointError(
         f"Groups of {options.group_size} do not divide the columns of {listed}, nor of layers like these. "
-        + (
-            f"--group-size {' or '.join(map(str, fitting))} divides them all"
-            if fitting
-            else "Take --bits 8, which has no groups"
-        )
+        f"{advice if fitting else 'Take --bits 8, which has no groups'}"
     )

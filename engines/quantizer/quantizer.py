@@ -37,6 +37,7 @@ from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantizer.feedback import quantize_in_turn
 from edgellm.engines.quantizer.options import QuantizationOptions, check_groups, check_options, columns_of
+from edgellm.engines.quantizer.scaling import expert_linears
 from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
 from edgellm.engines.quantizer.written_layout import StoredTensor
@@ -197,9 +198,8 @@ class _Run:
                 rows.pass_layer(index, weights)
                 continue
             seen = {} if rows is None else rows.observe_layer(index, weights)
-            counts = [
-                seen[linear.name].rows if linear.name in seen else 0 for linear, _ in model_layers.experts_of(program)
-            ]
+            experts = [pair for step in program.mixtures for pair in expert_linears(step)]
+            counts = [seen[linear.name].rows if linear.name in seen else 0 for linear, _ in experts]
             metadata = {EXPERTS_CHOSEN: json.dumps(counts)} if counts and seen else {}
             work.write(index, self._quantized(program, weights, seen), metadata)
             advance(1)
@@ -252,10 +252,8 @@ class _Run:
                 file.close()
             if layers:
                 written_layout.write_index(staged.path, weight_map, size)
-            settings = written_layout.quantization_config(self.format, ignored)
-            written_layout.write_json(
-                staged.path / "config.json", checkpoint.config | {"quantization_config": settings}
-            )
+            settings = {"quantization_config": written_layout.quantization_config(self.format, ignored)}
+            written_layout.write_json(staged.path / "config.json", checkpoint.config | settings)
             staged.commit(self.force)
         sizes = _total_bytes(checkpoint), size
         return QuantizationReport(self.target, self.options, len(done), 0, *sizes, 0, copied, chosen=chosen)

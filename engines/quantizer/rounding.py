@@ -152,7 +152,8 @@ def _search(
     zeros = np.zeros_like(largest)
     steps, whole, error = np.empty_like(weights), np.empty_like(weights), np.empty_like(weights)
     for share in clipping:
-        tried = _scales(largest, share, format.dtype)
+        tried = np.maximum(rounded(largest * np.float32(share), format.dtype), np.float32(_SMALLEST[format.dtype]))
+        tried[largest == 0] = 1  # of a group of zeros
         np.divide(weights, tried[..., None], out=steps)
         np.rint(steps, out=whole)
         if format.zeros:
@@ -162,26 +163,13 @@ def _search(
             places = [(middle, 1), (middle - 1, -1)]
         for zero, sign in places:
             np.clip(whole, -zero[..., None], last - zero[..., None], out=error)
-            found = _squared(error, steps, factors) * (tried * tried)
+            error -= steps
+            scaled = error if factors is None else _times(error, factors)
+            found = np.einsum("grk,grk->gr", scaled, scaled) * (tried * tried)
             better = found < best
             for kept, new in ((best, found), (scales, sign * tried), (zeros, zero)):
                 np.copyto(kept, new, where=better)
     return scales, zeros if format.zeros else np.full_like(zeros, middle)
-
-
-def _scales(largest: np.ndarray, share: float, dtype: str) -> np.ndarray:
-    """A share of the full scales, rounded, none of them 0: a group of zeros has the scale 1."""
-    scales = np.maximum(rounded(largest * np.float32(share), dtype), np.float32(_SMALLEST[dtype]))
-    scales[largest == 0] = 1
-    return scales
-
-
-def _squared(error: np.ndarray, steps: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
-    """|(error - steps) F|^2 [groups, R]; `error` is not to be used afterwards."""
-    error -= steps
-    if factors is not None:
-        error = _times(error, factors)
-    return np.einsum("grk,grk->gr", error, error)
 
 
 def _times(values: np.ndarray, factors: np.ndarray) -> np.ndarray:

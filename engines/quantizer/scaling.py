@@ -93,12 +93,11 @@ _KINDS: dict[type, Callable[[Any, _Rows], _Found]] = {
 
 def expert_linears(step: Experts) -> list[tuple[Linear, Linear]]:
     """Gate and up, and down, of each of a mixture's experts, as linear layers without their biases."""
-    pairs = zip(experts_apart(step.gate_up.weight), experts_apart(step.down.weight), strict=True)
-    return [(_of(gate_up), _of(down)) for gate_up, down in pairs]
-
-
-def _of(spec: WeightSpec) -> Linear:
-    return Linear(spec.name.removesuffix(".weight"), spec, None)
+    gates_ups, downs = (
+        [Linear(spec.name.removesuffix(".weight"), spec, None) for spec in experts_apart(stack.weight)]
+        for stack in (step.gate_up, step.down)
+    )
+    return list(zip(gates_ups, downs, strict=True))
 
 
 def experts_apart(spec: WeightSpec) -> list[WeightSpec]:

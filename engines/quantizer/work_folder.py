@@ -91,7 +91,6 @@ class WorkFolder:
                 path.unlink()
 
     def layer(self, index: int) -> Path:
-        """The file of a layer."""
         return self.path / f"layer-{index:04}.safetensors"
 
     def has(self, index: int) -> bool:

@@ -32,7 +32,6 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the elements."""
         return self.elements.shape
 
     def pieces(self) -> Iterator[np.ndarray]:

@@ -39,10 +39,12 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, slots, inputs, {}))
         block = Block(self.config.block.mask_token_id, not self.config.block.causal)
         prepare = partial(self.backend.draft_tree.prepare_block, block, state.token_ids, self.tables(slots), inputs)
-        levels = range(1, plan.steps + 1)
-        expand = (
-            [self.draw_step(batch, level, plan) for level in levels] if plan.sampled else [self._expand(batch, plan)]
-        )
+        if plan.sampled:
+            expand = [self.draw_step(batch, level, plan) for level in range(1, plan.steps + 1)]
+        else:
+            given = self.logits(batch, self.limits.draft_block), self.candidates(batch, plan)
+            expansion = Expansion(self.draft_to_target, self._workspace)
+            expand = [partial(self.backend.draft_tree.expand_block, plan.level(plan.steps), *given, expansion)]
         return in_order([prepare, engine.enqueue, *expand])
 
     def expansion(self, plan: DraftPlan) -> None:
@@ -62,13 +64,6 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
             draws.append(partial(draw, *place, rows, positions, own, self._draw_workspace))
         return in_order(draws)
 
-    def _expand(self, batch: int, plan: DraftPlan) -> Callable[[], None]:
-        """What makes candidates of all levels of what the pass says of each place."""
-        logits = self.logits(batch, self.limits.draft_block)
-        expansion = Expansion(self.draft_to_target, self._workspace)
-        expand = self.backend.draft_tree.expand_block
-        return partial(expand, plan.level(plan.steps), logits, self.candidates(batch, plan), expansion)
-
     def _shape(self, batch: int, key_range: int) -> EngineShape:
         (shape,) = self.limits.propose_shapes(batch, key_range)
         return shape
@@ -82,5 +77,4 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
         return {name: array for name, array in bound.items() if name in edge}
 
     def _outputs(self, shape: EngineShape) -> dict[str, Array]:
-        """Those of a block alone."""
         return {"logits": self.logits(shape.batch, shape.tokens)} if shape.phase == "propose" else {}

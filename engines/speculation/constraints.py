@@ -15,22 +15,20 @@ from edgellm.engines.errors import ConstraintError
 
 
 class TokenConstraint(Protocol):
-    """The rules on one answer's tokens, at the place that the tokens consumed so far have led to."""
+    """The rules on one answer's tokens, at the place that the tokens consumed so far have led to. They forbid tokens,
+    ask for none and are the same everywhere, unless they say otherwise."""
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """Write the mask of the next token to `row` (uint32 or int32 [ceil(V / 32)], contiguous).
-
-        Raises ConstraintError where no token is allowed, or the rules cannot be computed; the place stays as it was.
-        """
+        """Write the mask of the next token to `row` (uint32 or int32 [ceil(V / 32)], contiguous). Raises
+        ConstraintError where no token is allowed, or the rules cannot be computed; the place stays as it was."""
 
     def try_advance(self, token: int) -> bool:
-        """Consume a token where it is allowed; else return False and leave everything as it was.
-
-        Raises ConstraintError where the rules cannot be followed any further; the place stays as it was.
-        """
+        """Consume a token where it is allowed; else return False and leave everything as it was. Raises ConstraintError
+        where the rules cannot be followed any further; the place stays as it was."""
 
     def rollback(self, count: int) -> None:
         """Take the latest `count` tokens back that were consumed."""
+        return
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens that spell what has to come next; empty where there is a choice. Nothing is consumed.
@@ -38,19 +36,21 @@ class TokenConstraint(Protocol):
         They are allowed one after the other, and are candidates: the text is forced, but its masks may allow other
         tokens that spell it, too, so that a model may choose these instead.
         """
+        return []
 
     def is_free(self) -> bool:
         """Whether each of the V tokens is allowed now, so that a mask would change nothing."""
 
     def is_complete(self) -> bool:
         """Whether the answer may end here: the tokens so far are all that the rules ask for."""
+        return True
 
     def is_stopped(self) -> bool:
         """Whether the answer has to end here: nothing may follow but the end of sequence, which may have come."""
+        return False
 
 
 def mask_words(vocab_size: int) -> int:
-    """How many words the mask of `vocab_size` tokens has."""
     return -(-vocab_size // 32)
 
 
@@ -117,23 +117,7 @@ def fill_tree_masks(
     return rows
 
 
-class _Restriction(TokenConstraint):
-    """A rule that forbids tokens, and asks for none; it is the same everywhere, unless it says otherwise."""
-
-    def rollback(self, count: int) -> None:
-        pass
-
-    def forced(self, most: int) -> list[int]:
-        return []
-
-    def is_complete(self) -> bool:
-        return True
-
-    def is_stopped(self) -> bool:
-        return False
-
-
-class AllowedTokens(_Restriction):
+class AllowedTokens(TokenConstraint):
     """Every token of an answer is one of these, the end of sequence only where it is among them."""
 
     def __init__(self, token_ids: Iterable[int], vocab_size: int) -> None:
@@ -157,7 +141,7 @@ class AllowedTokens(_Restriction):
         return self._is_free
 
 
-class LateEnd(_Restriction):
+class LateEnd(TokenConstraint):
     """None of the tokens that end an answer is among its first `min_tokens`."""
 
     def __init__(self, ending_ids: Iterable[int], min_tokens: int, vocab_size: int) -> None:
@@ -181,7 +165,7 @@ class LateEnd(_Restriction):
         return self._left <= 0
 
 
-class BadWords(_Restriction):
+class BadWords(TokenConstraint):
     """No answer contains one of these sequences of tokens.
 
     A word of one token is never allowed. The last token of a longer one is forbidden wherever the tokens before it end

@@ -99,7 +99,6 @@ class DraftPlan:
 
     @cached_property
     def is_given(self) -> bool:
-        """Whether the candidates come from the host."""
         return self.kind == GIVEN
 
     @cached_property
@@ -123,7 +122,6 @@ class DraftPlan:
         return candidate_count(self.levels, self.columns)
 
     def level(self, number: int) -> Level:
-        """A level as the kernels take it."""
         return Level(number, self.top_k, not self.is_static)
 
     @cached_property
@@ -133,7 +131,6 @@ class DraftPlan:
 
     @cached_property
     def name(self) -> str:
-        """A short name for tables and messages."""
         sizes = f"{self.kind} {self.tree_size - 1 if self.is_given else self.steps}"
         if self.kind not in ("chain", GIVEN):
             sizes = f"{self.kind} {self.top_k}/{self.steps}/{self.tree_size}"
@@ -218,10 +215,8 @@ class DraftPlan:
 
 
 def tree(top_k: int, steps: int, tree_size: int, **rule: Any) -> DraftPlan:
-    """A dynamic tree: the K best of a level's candidates go on, the V-1 best of all are verified.
-
-    `tree_size` is cut to the candidates that there are. `rule` sets the fields of acceptance.
-    """
+    """A dynamic tree: the K best of a level's candidates go on, the V-1 best of all are verified. `tree_size` is cut to
+    the candidates that there are. `rule` sets the fields of acceptance."""
     if top_k == 1 and tree_size >= 2:
         return chain(min(steps, tree_size - 1), **rule)
     most = candidate_count(steps, top_k) + 1 if top_k > 0 and steps > 0 else tree_size

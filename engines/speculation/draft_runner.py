@@ -30,7 +30,7 @@ from edgellm.engines.runners.rows import StepBuffers, bound_inputs
 from edgellm.engines.runners.states import ModelStates
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.drafter import ModelDrafter, Proposal
-from edgellm.engines.speculation.tree import CandidateBuffers, pending_entries
+from edgellm.engines.speculation.tree import CandidateBuffers
 from edgellm.kernels.acceptance.contract import Chain
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
@@ -55,7 +55,7 @@ class EagleDraftEngineRunner(ModelDrafter):
         engines: LoadedEngines,
         captured: CapturedSteps,
     ) -> None:
-        super().__init__(backend, limits, base, engines, captured)
+        super().__init__(backend, limits, base, engines, captured, draft.feature_size)
         self.config = draft
         own = backend.load_weights(checkpoint, draft_weights(draft))
         self._weights = {
@@ -68,9 +68,9 @@ class EagleDraftEngineRunner(ModelDrafter):
             base.offsets if is_rotated_alike else backend.zeros((limits.max_batch,), "int32"),
         )
         mapping = load_draft_to_target(checkpoint, draft)
-        self.draft_to_target = uploaded(backend, mapping)
-        self.target_to_draft = uploaded(backend, _inverse(mapping, draft.decoder.vocab_size))
-        self.pending = pending_entries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
+        inverse = np.full(draft.decoder.vocab_size, -1, np.int32)  # -1: the draft has no such id
+        inverse[mapping] = np.arange(len(mapping), dtype=np.int32)
+        self.draft_to_target, self.target_to_draft = uploaded(backend, mapping), uploaded(backend, inverse)
         layers = decoder_states(draft.decoder)
         self.models = {"draft": ModelStates(backend, layers, limits.max_batch, limits.kv_rows, self.pending.start)}
         top_k, steps = limits.draft_top_k, limits.draft_steps
@@ -124,7 +124,6 @@ class EagleDraftEngineRunner(ModelDrafter):
         return in_order([prepare, engine.enqueue])
 
     def candidates(self, batch: int, plan: DraftPlan) -> Candidates:
-        """The arrays in which the candidates of a plan grow, for the leading slots."""
         return self._candidates.of(batch, plan)
 
     def expand_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
@@ -152,23 +151,15 @@ class EagleDraftEngineRunner(ModelDrafter):
             return self._bindings(shape, slots, inputs, {"hidden_states_from_draft": fed})
 
         engine = self._engines.bound(shape, slots, bindings)
-        prepare = partial(
-            self.backend.draft_tree.prepare_proposal,
-            plan.level(level),
-            committed,
-            self.tables(slots),
-            self.candidates(batch, plan),
-            HiddenRows(self.hidden_states(batch, 1 if level == 1 else width), fed),
-            inputs,
-            self.expansion(plan),
-        )
+        hidden = HiddenRows(self.hidden_states(batch, 1 if level == 1 else width), fed)
+        given = self.tables(slots), self.candidates(batch, plan), hidden, inputs, self.expansion(plan)
+        prepare = partial(self.backend.draft_tree.prepare_proposal, plan.level(level), committed, *given)
         return in_order([prepare, engine.enqueue])
 
     def accept_shape(self, batch: int, tokens: int, key_range: int) -> EngineShape:
         return EngineShape("accept", batch, tokens, key_range, self.limits.kv_rows, 1, "draft")
 
     def propose_shape(self, batch: int, width: int, key_range: int) -> EngineShape:
-        """The engine that `propose_step` runs."""
         return EngineShape("propose", batch, width, key_range, self.limits.kv_rows, width, "draft")
 
     def proposing_engine(self, batch: int, plan: DraftPlan) -> tuple[EngineShape, int]:
@@ -193,19 +184,12 @@ class EagleDraftEngineRunner(ModelDrafter):
 
     def draw_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
         """What draws token `level` of a sampled chain from the latest logits, and keeps their distribution."""
-        slots, logits = slice(0, batch), self.logits(batch, 1)
-        return partial(
-            self.backend.acceptance.draft_sample,
-            level - 1,
-            logits.reshape(batch, logits.shape[2]),
-            self._base.sampling.rows(slots),
-            self._base.sequences(slots).positions,
-            self.chain(batch, plan),
-            self._draw_workspace,
-        )
+        slots, logits = slice(0, batch), self.logits(batch, 1).reshape(batch, self.config.draft_vocab_size)
+        rows, positions = self._base.sampling.rows(slots), self._base.sequences(slots).positions
+        own = self.chain(batch, plan), self._draw_workspace
+        return partial(self.backend.acceptance.draft_sample, level - 1, logits, rows, positions, *own)
 
     def chain(self, batch: int, plan: DraftPlan) -> Chain:
-        """The sampled chains of the leading slots."""
         shape = (batch, plan.steps, self.config.draft_vocab_size)
         tokens, probabilities = self.candidates(batch, plan).tokens, leading(self._probabilities, shape)
         return Chain(tokens, probabilities, self.draft_to_target, self.target_to_draft)
@@ -231,7 +215,6 @@ class EagleDraftEngineRunner(ModelDrafter):
         return leading(self._hidden, (batch, nodes, self.config.hidden_size))
 
     def close(self) -> None:
-        """Let go of weights and states."""
         self._weights.clear()
         super().close()
 
@@ -248,7 +231,6 @@ class EagleDraftEngineRunner(ModelDrafter):
         self._workspace = backend.zeros((size,), "uint8")
 
     def tables(self, slots: slice) -> ModelTables:
-        """What steps of the slots look rows up in."""
         return self._tables._replace(position_offsets=self._tables.position_offsets[slots])
 
     def _bindings(
@@ -259,13 +241,5 @@ class EagleDraftEngineRunner(ModelDrafter):
         return bound | self.states.bound(slots)
 
     def _outputs(self, shape: EngineShape) -> dict[str, Array]:
-        """Where the latest step puts out what it does."""
         rows = shape.batch, shape.selected
         return {"logits": self.logits(*rows), "hidden_states": self.hidden_states(*rows)}
-
-
-def _inverse(mapping: np.ndarray, vocab_size: int) -> np.ndarray:
-    """[V] int32: the draft id of each id of the base, -1 where it has none."""
-    inverse = np.full(vocab_size, -1, np.int32)
-    inverse[mapping] = np.arange(len(mapping), dtype=np.int32)
-    return inverse

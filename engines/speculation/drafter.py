@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, Readback
-from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner, FeatureUser, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
@@ -48,17 +47,24 @@ Decode = Callable[..., "Readback | StepReadback"]
 
 class Drafter(FeatureUser):
     """What goes along with the base model in the slots of a runner, and proposes what rounds verify, in trees up to
-    `trees`. It does nothing by itself: each method says what a draft model's drafter does, and how to leave it.
+    `trees`. By itself it has no model: every candidate is the host's, forced by rules or said before. Each method says
+    what a draft model's drafter does, and how to leave it.
 
-    `models` are the states by the name under which snapshots keep them, `pending` what acceptance leaves of each slot.
+    `models` are the states by the name under which snapshots keep them; `feature_size` is how many elements the base's
+    features have.
     """
 
     has_model = False
     models: Mapping[str, ModelStates] = {}
-    pending: Pending
 
-    def __init__(self, backend: Backend, limits: EngineLimits, trees: TreeLimits) -> None:
+    def __init__(self, backend: Backend, limits: EngineLimits, trees: TreeLimits, feature_size: int) -> None:
         self.backend, self.limits, self.trees = backend, limits, trees
+        self.feature_size = feature_size
+
+    @cached_property
+    def pending(self) -> Pending:
+        """What acceptance leaves of each slot; allocated when it is first asked for."""
+        return pending_entries(self.backend, self.trees.slots, self.trees.emitted, self.feature_size)
 
     def bucket(self, batch: int) -> int:
         """How many slots the engines of rounds take for the `batch` leading ones."""
@@ -128,25 +134,11 @@ class Drafter(FeatureUser):
         """Let go of what is held on the device."""
 
 
-class NoDrafter(Drafter):
-    """No draft model: every candidate is the host's, forced by rules or said before. Nothing is allocated before it is
-    asked for."""
-
-    def __init__(self, backend: Backend, limits: EngineLimits, config: DecoderConfig, trees: TreeLimits) -> None:
-        super().__init__(backend, limits, trees)
-        self._feature_size = len(config.feature_layers) * config.hidden_size
-
-    @cached_property
-    def pending(self) -> Pending:  # type: ignore[override]
-        """What acceptance writes, and nobody takes."""
-        return pending_entries(self.backend, self.trees.slots, self.trees.emitted, self._feature_size)
-
-
 class ModelDrafter(Drafter):
     """What drafters with a model have in common: the pending entries, and how far each slot is.
 
     A kind of draft model adds `prefill`, `accept_shape` and `accept_step`, which commit entries, and
-    `proposing_engine`, `propose` and `own_proposal`, and allocates `pending` and its states, in `models`.
+    `proposing_engine`, `propose` and `own_proposal`, and allocates its states, in `models`.
     Everything is given to the device in order and nothing is waited for. Not thread-safe.
     """
 
@@ -159,10 +151,11 @@ class ModelDrafter(Drafter):
         base: BaseEngineRunner,
         engines: LoadedEngines,
         steps: CapturedSteps,
+        feature_size: int,
     ) -> None:
         """`engines` are the draft's, `steps` run what is taken in beside rounds."""
         largest = limits.verify_sizes[-1], limits.accept_tokens, limits.tree_key_ranges[-1]
-        super().__init__(backend, limits, TreeLimits(limits.max_batch, *largest))
+        super().__init__(backend, limits, TreeLimits(limits.max_batch, *largest), feature_size)
         self._base, self._engines, self._steps = base, engines, steps
         #: Of each slot: entries that the draft has not seen, never too few; rows of the base and of the draft that were
         #: committed by the steps which were read.
@@ -187,7 +180,6 @@ class ModelDrafter(Drafter):
         raise NotImplementedError
 
     def accept_shape(self, batch: int, tokens: int, key_range: int) -> EngineShape:
-        """The engine that `accept_step` runs."""
         raise NotImplementedError
 
     def accept_step(self, batch: int, tokens: int, key_range: int) -> Callable[[], None]:
@@ -205,7 +197,6 @@ class ModelDrafter(Drafter):
         raise NotImplementedError
 
     def own_proposal(self, batch: int, plan: DraftPlan) -> Proposal:
-        """Where the model's candidates are."""
         raise NotImplementedError
 
     def proposal(self, batch: int, plan: DraftPlan) -> Proposal:
@@ -233,7 +224,9 @@ class ModelDrafter(Drafter):
         """A plain step. Where there is no room for another entry, the draft takes those that there are before."""
         full = max(self.unseen[:batch]) >= self.limits.accept_tokens
         if full:
-            self._flush(batch)
+            bucket = self._take_pending(batch)
+            self.backend.upload(self.pending.counts[:bucket], np.zeros(bucket, np.int32))
+            self.unseen[:batch] = [0] * batch
         emitted = self._base.decode(batch, rules, begun)
         step = StepReadback(self, self._base.lengths, batch, None, emitted, full)
         self.launched(step)
@@ -322,7 +315,6 @@ class ModelDrafter(Drafter):
 
     @property
     def states(self) -> ModelStates:
-        """Those of the draft's layers."""
         return self.models["draft"]
 
     def close(self) -> None:
@@ -330,12 +322,6 @@ class ModelDrafter(Drafter):
 
     def _set_progress(self, slot: int, rows: int, draft_rows: int) -> None:
         self.unseen[slot], self.base_rows[slot], self.draft_rows[slot] = rows - draft_rows, rows, draft_rows
-
-    def _flush(self, batch: int) -> None:
-        """Let the draft take the pending entries, so that there is room for more."""
-        bucket = self._take_pending(batch)
-        self.backend.upload(self.pending.counts[:bucket], np.zeros(bucket, np.int32))
-        self.unseen[:batch] = [0] * batch
 
     def _take_pending(self, batch: int) -> int:
         """Enqueue the draft's step over the pending entries; for how many slots."""

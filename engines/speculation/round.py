@@ -13,6 +13,7 @@ from edgellm.engines.runners.captured_steps import LoadedEngines, in_order
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DraftPlan
 from edgellm.engines.speculation.drafter import Drafter
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
+from edgellm.kernels.arrays import Array
 
 
 class RoundKey(NamedTuple):
@@ -33,7 +34,6 @@ class RoundKey(NamedTuple):
 
     @property
     def verify_range(self) -> int:
-        """The rows over which the base verifies."""
         return self.key_ranges[-1]
 
 
@@ -96,9 +96,7 @@ def part_keys(key: RoundKey) -> tuple[Hashable, ...]:
 
 class Round:
     """A round: what enqueues each of its `stages`, by name, in their order, with the arrays that they work on.
-
-    `emitted` [B, W+1] int32 are the number of tokens of each slot, then these, then -1.
-    """
+    `emitted` [B, W+1] int32 are the number of tokens of each slot, then these, then -1."""
 
     def __init__(self, base: BaseEngineRunner, draft: Drafter, verification: TreeVerification, key: RoundKey) -> None:
         self.key, self._base = key, base
@@ -183,20 +181,17 @@ def _padded(trees: Sequence[GivenTree], batch: int, nodes: int) -> np.ndarray:
 class LaidOut:
     """Copies of the tokens and parents of trees in memory that the host sees, and the signal that they are there."""
 
-    def __init__(self, base: BaseEngineRunner, *arrays: object) -> None:
-        backend = self._backend = base.backend
-        self._sources = arrays
-        self._copies = [backend.host_visible(array.shape, "int32") for array in arrays]  # type: ignore[attr-defined]
-        self._signal = backend.signal()
+    def __init__(self, base: BaseEngineRunner, *arrays: Array) -> None:
+        self._backend, self._sources = base.backend, arrays
+        self._copies = [self._backend.host_visible(array.shape, "int32") for array in arrays]
+        self._signal = self._backend.signal()
 
     def show(self) -> None:
-        """Enqueue the copies and the signal."""
         for copy, source in zip(self._copies, self._sources, strict=True):
-            self._backend.copy(copy, source)  # type: ignore[arg-type]
+            self._backend.copy(copy, source)
         self._signal.give()
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """What was shown latest."""
         self._signal.wait()
         tokens, parents = (self._backend.seen(copy) for copy in self._copies)
         return tokens, parents

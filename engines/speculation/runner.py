@@ -32,7 +32,7 @@ from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.drafter import Drafter, NoDrafter, StepReadback
+from edgellm.engines.speculation.drafter import Drafter, StepReadback
 from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, part_keys
 from edgellm.engines.speculation.tree_verification import TreeVerification, given_limits, given_shapes
 
@@ -67,7 +67,8 @@ class DecodingRunner:
         self.base = BaseEngineRunner(backend, config, limits, checkpoint, *more)
         self.draft: Drafter
         if draft is None:
-            self.draft = NoDrafter(backend, limits, config, given_limits(limits, GIVEN_NODES))
+            features = len(config.feature_layers) * config.hidden_size
+            self.draft = Drafter(backend, limits, given_limits(limits, GIVEN_NODES), features)
         else:
             beside = self.base, self._engines, self._steps
             draft_config, draft_checkpoint = draft
@@ -151,9 +152,7 @@ class DecodingRunner:
         self, batch: int, plan: DraftPlan, rules: StepRules | None = None, trees: Sequence[GivenTree] | None = None
     ) -> StepReadback:
         """Draft, or take the given `trees`, and verify for the `batch` leading slots; what they got is in the readback.
-
-        Raises EngineError if the engines cannot serve the plan, or a sequence could outgrow the context.
-        """
+        Raises EngineError if the engines cannot serve the plan, or a sequence could outgrow the context."""
         if plan.is_given != (trees is not None):
             raise EngineError(f"a round of {plan.name}: trees are given to a plan of given candidates, and to no other")
         longest = max(self.base.lengths[:batch])
@@ -273,7 +272,6 @@ class DecodingRunner:
         self.stop(source)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Exchange what two idle slots hold."""
         for states in (self.base.states, *self.draft.models.values()):
             states.swap(first, second)
 

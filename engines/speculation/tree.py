@@ -18,10 +18,8 @@ from edgellm.kernels.tree.contract import Candidates, TreeNodes
 
 @dataclass(frozen=True, eq=False)
 class VerifiedTree:
-    """One tree of T nodes in each of B slots, what the base computes of it, and what was accepted.
-
-    `features` [B, T, F] compute are the base's; `emitted` [B, W+1] int32 holds how many tokens, and which.
-    """
+    """One tree of T nodes in each of B slots, what the base computes of it, and what was accepted. `features` [B, T, F]
+    compute are the base's; `emitted` [B, W+1] int32 holds how many tokens, and which."""
 
     plan: DraftPlan
     nodes: TreeNodes
@@ -131,7 +129,6 @@ class CandidateBuffers:
         return views
 
     def _constant(self, values: Sequence, shape: tuple[int, ...]) -> Array:
-        """The values of one slot, for every slot."""
         return uploaded(self._backend, np.broadcast_to(np.asarray(values, np.int32), shape))
 
 

@@ -78,7 +78,6 @@ class TreeVerification:
 
     @property
     def most_nodes(self) -> int:
-        """Tokens of the largest tree, the root included."""
         return self._draft.trees.nodes
 
     @property
@@ -110,7 +109,6 @@ class TreeVerification:
         return all(self._engines.has(shape) or self._backend.takes_any_key_range(shape) for shape in shapes)
 
     def shape(self, batch: int, nodes: int, key_range: int, adapts: bool) -> EngineShape:
-        """The engine that verifies; `adapts` says whether a slot has an adapter."""
         shape = self._base.limits.base_shape("verify", batch, nodes, key_range, nodes)
         return self._base.limits.with_adapters(shape) if adapts else shape
 
@@ -123,17 +121,9 @@ class TreeVerification:
         slots = slice(0, batch)
         shape = self.shape(batch, nodes, inputs.attention_mask.shape[3], adapts)
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree))
-        prepare = partial(
-            self._backend.draft_tree.prepare_verification,
-            plan.level(plan.levels),
-            state,
-            self._base.tables(slots),
-            proposal.candidates,
-            tree.nodes,
-            inputs,
-            proposal.expansion,
-        )
-        return prepare, engine.enqueue
+        given = state, self._base.tables(slots), proposal.candidates, tree.nodes, inputs, proposal.expansion
+        prepare = self._backend.draft_tree.prepare_verification
+        return partial(prepare, plan.level(plan.levels), *given), engine.enqueue
 
     def accept_step(
         self, tree: VerifiedTree, proposal: Proposal, state: SequenceState, acceptance: str, constrained: bool
@@ -153,15 +143,14 @@ class TreeVerification:
         elif acceptance == DRAWN:
             steps.append(partial(kernels.accept_draws, logits, nodes, state, rows, accepted))
         elif acceptance == SAMPLED:
-            accept = kernels.accept_sampled_draws
-            chain = proposal.chain
-            assert chain is not None
-            steps.append(partial(accept, logits, nodes, state, rows, chain, accepted, self._workspace))
+            assert proposal.chain is not None
+            drawn = rows, proposal.chain, accepted, self._workspace
+            steps.append(partial(kernels.accept_sampled_draws, logits, nodes, state, *drawn))
         else:
             bounds = TypicalBounds(tree.plan.posterior_threshold, tree.plan.posterior_alpha)
-            typical = kernels.typical_accept
+            own = rows, bounds, accepted, self._workspace
             steps.append(partial(kernels.draw_nodes, logits, nodes, state, rows))
-            steps.append(partial(typical, logits, nodes, active, rows, bounds, accepted, self._workspace))
+            steps.append(partial(kernels.typical_accept, logits, nodes, active, *own))
         kept = self._kept(tree)
         steps.append(self._base.states.commit(state.kvcache_start_index, accepted, tree.features, pending, kept))
         steps.append(partial(kernels.advance_accepted, accepted, state, pending, tree.emitted))
@@ -184,12 +173,10 @@ class TreeVerification:
         return bound | states.bound(slots, self._kept(tree)) | self._base.adapter_inputs(shape, slots)
 
     def _kept(self, tree: VerifiedTree) -> Kept:
-        """Where the step that verifies a tree keeps its inputs."""
         batch, nodes = tree.nodes.tokens.shape
         return self._arrays[2].of(batch, nodes)
 
     @cached_property
     def _workspace(self) -> Array:
-        """That of the acceptance kernels, for the largest tree."""
         trees = self._draft.trees
         return self._backend.zeros((self._backend.acceptance.accept_workspace_size(trees.slots, trees.nodes),), "uint8")
