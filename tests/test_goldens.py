@@ -46,13 +46,8 @@ LIMITS = {
     "policy": 2_500,
     "published": 27_000,
     "quantized": 118_000,
-<<<<<<< HEAD
     "speech": 18_000,
-    "tiled": 18_000,
-=======
-    "speech": 16_000,
     "tiled": 22_000,
->>>>>>> main
     "torch_files": 8_000,
     "video": 13_000,
     "vision": 11_000,

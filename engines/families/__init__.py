@@ -16,29 +16,6 @@ __all__ = ["FAMILIES", "decoder_config"]
 
 _LISTED = (
     *(llama.LLAMA, qwen.QWEN2, qwen.QWEN3, llama.MISTRAL, llama.MINISTRAL3, llama.SEED_OSS, llama.CWM, llama.PHI3),
-<<<<<<< HEAD
-    *(
-        llama.GRANITE,
-        llama.SMOLLM3,
-        llama.OLMO2,
-        gemma.GEMMA,
-        gemma.GEMMA2,
-        gemma.GEMMA3,
-        llama.STARCODER2,
-        llama.OLMO3,
-        llama.EXAONE4,
-    ),
-    *(mixtures.GRANITE4, llama.MINICPM, llama.ERNIE4_5, llama.HUNYUAN, hybrid.LFM2, hybrid.QWEN3_5_TEXT),
-    *(mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITE_MOE, mixtures.LFM2_MOE, mixtures.GPT_OSS),
-    mixtures.NEMOTRON_H,
-    *(mixtures.QWEN3_5_MOE_TEXT, mixtures.QWEN3_5_MOE, mixtures.QWEN3_VL_MOE, qwen.QWEN2_5_VL, qwen.QWEN3_VL),
-    *(vision_language.LLAVA, vision_language.GEMMA3_WITH_IMAGES, vision_language.MISTRAL3, hybrid.QWEN3_5),
-    *(gemma4.GEMMA4_TEXT, gemma4.GEMMA4, gemma4.GEMMA4_UNIFIED_TEXT, gemma4.GEMMA4_UNIFIED),
-    *(vision_language.QWEN3_ASR, vision_language.PALIGEMMA, vision_language.VOXTRAL, vision_language.QWEN2_AUDIO),
-    vision_language.VOXTRAL_REALTIME,
-    *(vision_language.SMOLVLM, vision_language.IDEFICS3, vision_language.LFM2_VL, vision_language.INTERNVL),
-    vision_language.MINICPMV4_6,
-=======
     *(llama.GRANITE, llama.SMOLLM3, llama.OLMO2, gemma.GEMMA, gemma.GEMMA2, gemma.GEMMA3, llama.STARCODER2),
     *(llama.OLMO3, llama.EXAONE4, mixtures.GRANITE4, llama.MINICPM, llama.ERNIE4_5, llama.HUNYUAN, hybrid.LFM2),
     *(hybrid.QWEN3_5_TEXT, mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITE_MOE, mixtures.LFM2_MOE),
@@ -48,7 +25,7 @@ _LISTED = (
     *(gemma4.GEMMA4_UNIFIED, vision_language.QWEN3_ASR, vision_language.PALIGEMMA, vision_language.VOXTRAL),
     *(vision_language.QWEN2_AUDIO, vision_language.SMOLVLM, vision_language.IDEFICS3, vision_language.LFM2_VL),
     *(vision_language.INTERNVL, vision_language.MINICPMV4_6),
->>>>>>> main
+    vision_language.VOXTRAL_REALTIME,
 )
 #: Every family that is supported, by its `model_type`.
 FAMILIES = {family.name: family for family in _LISTED}

@@ -65,13 +65,6 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
     Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields and tensors that are
     missing, wrong or unknown; either lists all of them.
     """
-<<<<<<< HEAD
-    family = checkpoint.config.get("model_type")
-    is_gemma4 = family == "gemma4"
-    readers = {"gemma4": _read_conformer, "voxtral_realtime": read_realtime}
-    config = readers.get(str(family), _read_transformer)(checkpoint)
-    unread = _IMAGES if is_gemma4 else ()
-=======
     unread: tuple[str, ...] = ()
     if checkpoint.config.get("model_type") == "gemma4":
         top, unread = ConfigFields(checkpoint.config, None, "gemma4"), _IMAGES
@@ -79,9 +72,10 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
         tower, projector = (first_prefix(each, checkpoint.tensors) for each in places)
         config: AudioConfig = read_gemma4_audio(top, (tower, projector))
         top.raise_problems()
+    elif checkpoint.config.get("model_type") == "voxtral_realtime":
+        config = read_realtime(checkpoint)
     else:
         config = _read_transformer(checkpoint)
->>>>>>> main
     problems = checkpoint.problems(audio_weights(config), encoders=True, unread=unread)
     if problems:
         found = f"the weights of the encoder of speech do not fit config.json: {counted(problems)}"
