@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from edgellm.engines.model.audio import RealtimeConfig
 from edgellm.errors import is_whole, require
 from edgellm.llm import LLM
 from edgellm.multimodal.log_mel import Sound
@@ -19,7 +22,8 @@ class SpeechStream:
     Each call answers with all that was said so far. Windows of the encoder that are full keep their rows and KV rows;
     the open one is encoded anew. Of the text the last `unfixed` tokens are written anew, those before stay. What
     `finish` gives is what `LLM.transcribe` gives of the whole. A loud noise that comes late changes what all quiet
-    parts before it look like to the model, so that they are encoded anew, too. Not thread-safe.
+    parts before it look like to the model, so that they are encoded anew, too. Voxtral Realtime's tokens stay where
+    what they were written for was heard; all of the sound is encoded anew. Not thread-safe.
     """
 
     def __init__(
@@ -39,6 +43,8 @@ class SpeechStream:
         #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.
         self._asked = self._language = language_name(language)
         self._sound, self._said, self._tokens = Sound(rate), "", 0
+        #: Of Voxtral Realtime: the prompt, and what was written that stays.
+        self._ids: list[int] = []
         # The first request need not wait for what it shares with all, as the chat template's compilation.
         llm._runtime.count_tokens(self._request(self._sound.followed_by(np.zeros(1)), self._asked, ""))
 
@@ -47,11 +53,19 @@ class SpeechStream:
         """How long what was heard is."""
         return self._sound.count / self._sound.rate
 
+    @property
+    def most_seconds(self) -> float:
+        """How long what is heard may be, beside what the context holds."""
+        audio = self._llm.directory.audio
+        return audio.most_seconds if isinstance(audio, RealtimeConfig) else math.inf
+
     def hear(self, samples: np.ndarray) -> Transcription:
         """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, and ContextError where the
         whole is longer than the context holds; where it raises, nothing was heard: `finish`, and begin another stream
         with these samples."""
         sound = self._sound.followed_by(samples)
+        if isinstance(audio := self._llm.directory.audio, RealtimeConfig):
+            return self._written_on(sound, audio)
         found = self._transcribed(sound, self._language, self._said)
         self._sound = sound
         if self._language is None and found.language in LANGUAGES.values():
@@ -67,6 +81,17 @@ class SpeechStream:
     def finish(self) -> Transcription:
         """What was said, written anew as a whole."""
         return self._transcribed(self._sound, self._asked, "")
+
+    def _written_on(self, sound: Sound, audio: RealtimeConfig) -> Transcription:
+        """What was said, with the tokens that are new behind those that stay."""
+        request = transcription_request(self._family, sound, **self._options)
+        known = self._ids or self._llm.call(lambda runtime: runtime.prompt_ids(request)).result()
+        with self._llm.submit(replace(request, prompt=known)) as generation:
+            response = generation.result()
+        ids, first = [*known, *response.token_ids], 1 + audio.prompt_tokens
+        kept = ids[: audio.settled(sound.count / sound.rate)]
+        self._sound, self._tokens, self._ids = sound, len(ids) - first, kept if len(kept) > first else []
+        return Transcription(self._llm.tokenizer.decode(ids[first:]).strip(), None, response)
 
     def _transcribed(self, sound: Sound, language: str | None, said: str) -> Transcription:
         with self._llm.submit(self._request(sound, language, said)) as generation:

@@ -21,6 +21,8 @@ _WORD, _MARK, _NO_LANGUAGE = "language ", "<asr_text>", "none"
 #: Voxtral is asked so, for a sound and a language by its code; its answer is what was said alone (mistral-common's
 #: transcription requests).
 _VOXTRAL = "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]{language}[TRANSCRIBE]"
+#: Voxtral Realtime writes what it hears from there on.
+_REALTIME = "<s>[STREAMING_PAD]"
 #: The others but Qwen3-ASR are asked in words.
 _IN_WORDS = "Write down what is said{language}, as it is said. Answer with the transcription alone.{words}"
 #: Before the mark there are at most so many characters.
@@ -61,6 +63,10 @@ def transcription_request(
     require_kind(isinstance(prompt, (str, type(None))), "prompt", prompt, "text with names and words to expect")
     if options.get("params") is None:
         options.setdefault("temperature", 0)
+    if family == "voxtral_realtime":
+        if prompt or language or said:
+            raise RequestError("Voxtral Realtime takes neither a language nor words to expect: it writes what it hears")
+        return Request.of(prompt=_REALTIME, audio=[source], **options)
     if family == "voxtral":
         if prompt:
             raise RequestError("Voxtral takes no names and words to expect: leave `prompt` out")

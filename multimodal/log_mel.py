@@ -13,7 +13,7 @@ import numpy as np
 
 from edgellm.engines.errors import AudioError, CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import as_json, is_integer
-from edgellm.engines.model.audio import AudioConfig
+from edgellm.engines.model.audio import AudioConfig, RealtimeConfig
 from edgellm.kernels.sounds.contract import MelTables, part_samples
 from edgellm.multimodal.audio_input import heard, resampled, resampling
 from edgellm.multimodal.processor_config import PREPROCESSOR_FILE, PROCESSOR_FILE, processor_values
@@ -27,6 +27,7 @@ _EXTRACTORS = {
     "voxtral": "WhisperFeatureExtractor",
     "qwen2_audio": "WhisperFeatureExtractor",
     "gemma4": "Gemma4AudioFeatureExtractor",
+    "voxtral_realtime": "VoxtralRealtimeFeatureExtractor",
 }
 #: Gemma 4's extractor has no other values; null stands for absence.
 _GEMMA4: Mapping[str, Any] = {
@@ -34,6 +35,8 @@ _GEMMA4: Mapping[str, Any] = {
     **{"fft_length": 512, "fft_overdrive": False, "preemphasis": 0, "input_scale_factor": 1, "mel_floor": 0.001},
     **{"min_frequency": 0, "max_frequency": 8000, "per_bin_mean": None, "per_bin_stddev": None},
 }
+#: The largest logarithm by which Voxtral Realtime's features are measured, whatever the sound's is.
+_LOUDEST = 1.5
 #: Mel bands reach up to so many Hz; the lower part of the scale is linear (Slaney 1998).
 _HIGHEST, _LINEAR, _LINEAR_MELS, _STEP = 8000.0, 1000.0, 15.0, np.log(6.4) / 27
 #: The least power of a band.
@@ -45,7 +48,8 @@ _NOTHING = np.zeros(0, np.float32)
 class MelConfig:
     """How sound becomes features: its rate in Hz; samples of a Fourier transform, between frames, and of the shortest
     sound; mel bands; samples whose next multiple silence fills a sound up to; and samples of a frame where it is
-    shorter than the transform, as Gemma 4's, whose features are magnitudes; frames of a part."""
+    shorter than the transform, as Gemma 4's, whose features are magnitudes; frames of a part; samples of silence before
+    and behind a sound; and the logarithm that counts as the loudest of every sound, where features are measured so."""
 
     rate: int
     transform: int
@@ -55,6 +59,8 @@ class MelConfig:
     step: int = 1
     frame: int = 0
     part: int = 100
+    silence: tuple[int, int] = (0, 0)
+    loudest: float | None = None
 
     @property
     def size(self) -> int:
@@ -126,6 +132,11 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
         raise UnsupportedModelError(f"{file}: feature_extractor_type is {as_json(kind)}, {expected}")
     if config.family == "gemma4":
         return _gemma4(file, values, config)
+    if isinstance(config, RealtimeConfig):
+        fixed = {"sampling_rate": 16000, "hop_length": 160, "global_log_mel_max": _LOUDEST}
+        for key, supported in {**fixed, "win_length": values.get("n_fft")}.items():
+            if values.get(key, supported) != supported:
+                raise UnsupportedModelError(f"{file}: {key} is {as_json(values[key])}, supported is {supported}")
     found = {}
     for key, (usual, most) in _SIZES.items():
         value = usual if values.get(key) is None else values[key]
@@ -136,12 +147,17 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
     step, has_whole_windows = 1, kind == "WhisperFeatureExtractor"
     if has_whole_windows:
         half, least, step = config.chunk_frames // 2, config.window_frames * hop, config.window_frames * hop
+    silence, loudest = (0, 0), None
+    if isinstance(config, RealtimeConfig):
+        half, least, step = config.chunk_frames // 2, config.chunk_frames * hop, config.chunk_frames * hop
+        before, behind = config.silence
+        silence, loudest = (before * step, (behind + config.delay) * step), _LOUDEST
     if (bins, 2 * half) != (config.mel_bins, config.chunk_frames) or not hop <= transform <= least:
         raise CheckpointError(
             f"{file}: its sizes do not fit config.json, which has {config.mel_bins} bands and chunks of "
             f"{config.chunk_frames} frames: take both as they were published"
         )
-    return MelConfig(rate, transform, hop, least, bins, step, 0, config.part_frames)
+    return MelConfig(rate, transform, hop, least, bins, step, 0, config.part_frames, silence, loudest)
 
 
 def _gemma4(file: Path, values: Mapping[str, Any], config: AudioConfig) -> MelConfig:
@@ -182,6 +198,8 @@ class Sound:
         """The sound as the encoder measures it, in parts of windows. AudioError where there is none."""
         if not self.count:
             raise AudioError("there is no sound yet: give at least one sample")
+        if isinstance(config, RealtimeConfig):
+            return self._between_silence(mel, config)
         (up, down, reach), back = resampling(self.rate, mel.rate), mel.size // 2
         skipped, samples = self._first // down * up, resampled(self._tail, self.rate, mel.rate)
         parts = self._final + _parts(samples, skipped, len(self._final) * mel.part, mel)
@@ -197,6 +215,16 @@ class Sound:
         frames = tuple(min(window, measured - start) for start in range(0, measured, window))
         frames = tuple(count for count in frames if config.rows(count))
         return PreparedAudio(parts, size, frames, sum(map(config.rows, frames)), config.lead_windows > 0)
+
+    def _between_silence(self, mel: MelConfig, config: RealtimeConfig) -> PreparedAudio:
+        """The sound as one window, of which all is measured. AudioError where it is longer."""
+        before, behind = (np.zeros(count, np.float32) for count in mel.silence)
+        whole = np.concatenate((before, resampled(self._tail, self.rate, mel.rate), behind))
+        parts = _parts(whole, 0, 0, mel)
+        count = sum(part.count for part in parts)
+        if count > config.window_frames:
+            raise AudioError(f"the sound has more than the {config.most_seconds:.0f} seconds that are heard: cut it")
+        return PreparedAudio(parts, config.window_frames // mel.part, (count,), config.rows(count), False)
 
 
 def _parts(samples: np.ndarray, skipped: int, first: int, mel: MelConfig) -> tuple[Part, ...]:

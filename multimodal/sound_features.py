@@ -25,6 +25,8 @@ class SoundFeatures:
 
     def __init__(self, backend: Backend, mel: MelConfig, config: AudioConfig) -> None:
         self._backend, self._mel, self._group = backend, mel, config.group_frames
+        #: What counts as the loudest of any sound; None: that of its own.
+        self._known = -np.inf if mel.frame else mel.loudest
         tables = mel_tables(mel)
         if not backend.computes_at_once:
             tables = tables._replace(
@@ -60,8 +62,8 @@ class SoundFeatures:
 
     def _loudest(self, piece: PreparedAudio) -> float:
         """Of all parts, the largest logarithm; -inf where features are not measured by it."""
-        if self._mel.frame:
-            return -np.inf
+        if self._known is not None:
+            return self._known
         unknown = [part for part in piece.parts if part.loudest is None]
         for first in range(0, len(unknown), self._room):
             self._slots_of(unknown[first : first + self._room])
@@ -95,7 +97,7 @@ class SoundFeatures:
         arguments = counts, self._uploaded(self._slots, slots), self._tables, self._logarithms, self._maxima[:count]
         backend.sound_kernels.measure_sounds(self._samples[:count], *arguments)
         self._measuring = backend.read(self._maxima)
-        loudest = [-np.inf] * count if self._mel.frame else self._measuring.wait().max(axis=1)[:count].tolist()
+        loudest = [-np.inf] * count if self._known is not None else self._measuring.wait().max(axis=1)[:count].tolist()
         for part, slot, most in zip(parts, slots, loudest, strict=True):
             kept[part.digest] = slot, most
 

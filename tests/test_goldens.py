@@ -46,7 +46,7 @@ LIMITS = {
     "policy": 2_500,
     "published": 27_000,
     "quantized": 118_000,
-    "speech": 16_000,
+    "speech": 18_000,
     "tiled": 22_000,
     "torch_files": 8_000,
     "video": 13_000,

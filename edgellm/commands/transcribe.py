@@ -62,10 +62,10 @@ def transcribe(given: TranscribeOptions) -> None:
     settings = chosen_settings(given)
     asked: dict[str, Any] = {"prompt": given.prompt, "adapter": settings.adapter}
     asked |= {} if given.max_tokens is None else {"max_tokens": given.max_tokens}
-    # What a stream writes anew is mostly what it has written before.
-    drafting = None if given.every is None else DraftingConfig(kind="suffix")
-    with open_model_with(settings, drafting, chosen_adapters(settings)) as llm:
+    with open_model_with(settings, None, chosen_adapters(settings)) as llm:
         if given.every is not None:
+            if not llm.directory.config.adds_sound:  # what a stream writes anew is mostly what it has written before
+                llm.use_drafting(DraftingConfig(kind="suffix"))
             _follow(llm, given, given.every, asked)
             return
         sound = sys.stdin.buffer.read() if words == ["-"] else user_path(words[0])
@@ -88,7 +88,8 @@ def _follow(llm: LLM, given: TranscribeOptions, every: float, asked: dict[str, A
     while len(data) > 1:
         stream, left, taken = SpeechStream(llm, given.rate, given.language, **asked), llm.context_length, 0
         # As long as there is room for as much as came last, and what is said in it.
-        while left >= 2 * taken and len(data := sys.stdin.buffer.read(size)) > 1:
+        most = stream.most_seconds - every
+        while left >= 2 * taken and stream.seconds <= most and len(data := sys.stdin.buffer.read(size)) > 1:
             if data[:4] == b"RIFF" and not before + stream.seconds:
                 break
             found = stream.hear(np.frombuffer(data[: len(data) // 2 * 2], "<i2"))

@@ -100,11 +100,15 @@ class Preparation:
             raise refusal_to_answer(self._directory)
         clock, params = Clock(), (request.params or SamplingParams()).seeded()
         runner.base.adapter_digest(request.adapter)
+        most = params.max_tokens
         drops = conversation is not None and conversation.overflow == "drop_oldest"
         prompt, dropped = self._prompt(request, None if drops else self._capacity), Dropped()
         if drops:
             prompt, dropped = self._fitted(request, prompt, params.max_tokens)
         self._check_length(prompt)
+        if self._directory.config.adds_sound and prompt.media:  # a token stands for each row of the sound
+            rows = max(1, prompt.media[0].tokens - len(prompt.token_ids))
+            most = rows if most is None else min(most, rows)
         continued = continued_text(request)
         reader, made = self.tools.calling(request.choice, prompt.token_ids, continued, params.structure)
         answer = OutputText(
@@ -112,7 +116,7 @@ class Preparation:
             params.stop,
             params.stop_token_ids,
             () if params.ignore_eos else self._directory.config.eos_token_ids,
-            params.max_tokens,
+            most,
             reader,
             params.min_tokens,
         )
@@ -125,7 +129,7 @@ class Preparation:
             sampling_values(params, self._suppressed),
             answer,
             clock,
-            params.max_tokens,
+            most,
             tally,
             request.adapter,
             prompt.media,

@@ -12,6 +12,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import at_place
 from edgellm.engines.families.audio_encoders import AUDIO_CACHE_BYTES, audio_inputs, audio_memory
 from edgellm.engines.families.programs import model_program, model_weights
+from edgellm.engines.model.audio import RealtimeConfig
 from edgellm.engines.model.limits import EngineShape, audio_shape
 from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines
@@ -41,8 +42,13 @@ class AudioEncoder:
         self.kind, self.config = directory.config.media["audio"], directory.audio
         self._directory, self._metrics = directory, metrics
         self.mel = read_mel_config(directory.path, self.config)
+        #: Tokens of a prompt whose sound is added to all that follows, too; None where a sound has tokens of its own.
+        self._written = self.config.prompt_tokens if isinstance(self.config, RealtimeConfig) else None
         chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
-        self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
+        samples = chunks * self.config.chunk_frames * self.mel.hop
+        if self._written is not None:  # all is in one window, with the silence around it
+            samples = min(samples, self.config.window_frames * self.mel.hop) - sum(self.mel.silence)
+        self._most_seconds = samples / self.mel.rate
         #: Elements of a window's rows: those of the open one take as much memory, which the next ones are lent.
         self._window_size = self.config.rows(self.config.window_frames) * self.config.out_hidden_size
         self._weights: dict[str, Array] = {}
@@ -65,7 +71,8 @@ class AudioEncoder:
         with closing(self._directory.checkpoint()) as checkpoint:
             self._weights = self._backend.load_weights(checkpoint, model_weights(self.config), progress)
         self._features = SoundFeatures(self._backend, self.mel, self.config)
-        silence = Sound(self.mel.rate, np.zeros(self.config.window_frames * self.mel.hop, np.float32))
+        samples = self.config.window_frames * self.mel.hop - sum(self.mel.silence)
+        silence = Sound(self.mel.rate, np.zeros(samples, np.float32))
         piece = silence.prepared(self.mel, self.config)
         for _ in range(2 if self._backend.fixed_shapes else 0):  # the second run is captured, before one waits for it
             self._encoded(piece, 0, 0, self._measuring.digests(piece)[:1])
@@ -78,7 +85,8 @@ class AudioEncoder:
 
     def written(self, piece: PreparedAudio, number: int) -> list[int]:
         before, behind = self.config.around
-        return [*before, *[self.kind.token_id] * piece.tokens, *behind]
+        count = piece.tokens if self._written is None else self._written
+        return [*before, *[self.kind.token_id] * count, *behind]
 
     def encode(self, pieces: Sequence[PreparedAudio]) -> list[MediaEmbeddings]:
         """The rows of each window of each piece; those that are not known are computed, and nothing waits for that."""

@@ -167,6 +167,8 @@ class MediaEncoders:
         for name, encoder in self.by_name.items():
             token, own = encoder.kind.token_id, [each for each in pieces if each.kind == name]
             markers = sum(each == token for each in prompt_ids)
+            if self._config.adds_sound and markers > 1:
+                continue  # the text has been written on
             if markers != len(own):
                 noun = NOUNS.get(name, name)
                 raise MediaError(
@@ -175,6 +177,8 @@ class MediaEncoders:
                 )
             if own:
                 following[token] = map(encoder.written, own, count())
+        if self._config.adds_sound and len(pieces) > 1:
+            raise MediaError(f"the prompt has {len(pieces)} sounds, the model in {self._path} hears one at a time")
         if self._config.prefix_attention and not following:
             raise RequestError(
                 f"the request shows no image, but {self._path} is a model of prompts that begin with one"

@@ -161,6 +161,8 @@ class EncoderCalls:
         heads = self._buffer((3, step.heads, count * window, step.head_size), "compute")
         self._call("prepare_heads", qkv, rotary, heads)
         context = self._buffer((count * window, step.heads * step.head_size), "compute")
+        if step.past:
+            return self._call("past_attention", heads, step.past, step.head_size**-0.5, context)
         return self._call("attention", heads, window, mask, step.head_size**-0.5, context)
 
     def _add(self, step: Add, number: int) -> Place:
@@ -279,6 +281,8 @@ def _attention_refusal(step: kinds.EncoderAttention, limit: int) -> str | None:
         return refusal
     if step.qk_norms is not None:
         return "norms of queries and keys have no kernel"
+    if step.past:
+        return None
     needed = attention_bytes(step.head_size, step.windows[1])
     return None if needed <= limit else f"it needs {needed} bytes of shared memory, a block has {limit}"
 

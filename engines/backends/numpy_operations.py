@@ -28,7 +28,7 @@ from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.steps import Norm
 from edgellm.kernels.decode.heads_twin import pairs_apart, rms_norm, square_sums
-from edgellm.kernels.encoder.local_attention import local_attention
+from edgellm.kernels.encoder.local_attention import local_attention, past_attention
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates, ScanGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, scan_gates, take_columns
@@ -324,6 +324,11 @@ class NumpyOperations(Operations[np.ndarray]):
         self, step: LocalAttention, x: np.ndarray, relative: np.ndarray, scale: np.ndarray
     ) -> np.ndarray:
         return local_attention(x[0], relative[0], step.first, step.past, step.cap, scale)[None]
+
+    def past_attention(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, past: int) -> np.ndarray:
+        _, heads, rows, size = query.shape
+        context = past_attention(query[0], key[0], value[0], past, size**-0.5)
+        return context.reshape(1, rows, heads, size).swapaxes(1, 2)
 
     def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
         """(sequence, adapter, scale) where the scale is not 0; same for all layers."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.checkpoints.delayed_norms import with_delayed_norms
 from edgellm.engines.checkpoints.tensor_names import experts_apart, unwrapped
 from edgellm.engines.checkpoints.weight_files import (
     HEAD_FILE,
@@ -108,6 +109,13 @@ class Checkpoint(Closing):
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
         self.tensors = experts_apart(self.tensors, config)
+        #: What computes tensors that are in no file.
+        self._computed: dict[str, Callable[[], np.ndarray]] = {}
+        if config.get("model_type") == "voxtral_realtime":
+            published = {**self.tensors}
+            self.tensors, self._computed = with_delayed_norms(
+                published, config, lambda name: self._published(published[name])
+            )
         may_be_tied = all(values.get("tie_word_embeddings") is not False for values in objects(config))
         if may_be_tied and _EMBEDDING not in self.tensors and {_HEAD, _NORM} <= self.tensors.keys():
             self.tensors[_EMBEDDING] = self.tensors.pop(_HEAD)  # safetensors' save_model keeps one name of both
@@ -176,6 +184,8 @@ class Checkpoint(Closing):
     def raw_bytes(self, name: str) -> np.ndarray:
         """The tensor's bytes as they lie in the file, [nbytes] uint8, or of one that is turned [N, K, bytes of an
         element]: a read-only view, of a shortlist a copy."""
+        if name in self._computed:
+            return self._computed[name]().view(np.uint8).reshape(-1)
         if self._head_rows is not None and name == _HEAD:
             info, ids = self._head_rows
             return self._files[info.file].bytes_of(info).reshape(info.shape[0], -1)[ids].reshape(-1)
@@ -186,6 +196,17 @@ class Checkpoint(Closing):
         lying = replace(info, nbytes=((columns - 1) * info.turned + rows) * size)
         data = self._files[info.file].bytes_of(lying)
         return np.ndarray((rows, columns, size), np.uint8, data, strides=(size, info.turned * size, 1))
+
+    def _published(self, info: TensorInfo) -> np.ndarray:
+        """The float32 values of a tensor as it lies in its file; CheckpointError for a dtype of no use."""
+        values = self._files[info.file].bytes_of(info)
+        if info.dtype not in stored_tensors.STORAGE:
+            raise CheckpointError(f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}")
+        found = np.empty(info.shape, np.float32)
+        stored_tensors.float32_into(
+            values.view(stored_tensors.STORAGE[info.dtype]).reshape(info.shape), info.dtype, found
+        )
+        return found
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor in its own dtype, a read-only view of the file; bfloat16 as its bits, uint16."""

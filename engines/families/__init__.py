@@ -25,15 +25,11 @@ _LISTED = (
     *(gemma4.GEMMA4_UNIFIED, vision_language.QWEN3_ASR, vision_language.PALIGEMMA, vision_language.VOXTRAL),
     *(vision_language.QWEN2_AUDIO, vision_language.SMOLVLM, vision_language.IDEFICS3, vision_language.LFM2_VL),
     *(vision_language.INTERNVL, vision_language.MINICPMV4_6),
+    vision_language.VOXTRAL_REALTIME,
 )
 #: Every family that is supported, by its `model_type`.
 FAMILIES = {family.name: family for family in _LISTED}
 _ARCHITECTURES = {family.architecture: family for family in _LISTED}
-#: Of others, why they are not computed and what to take instead.
-_REFUSED = {
-    "voxtral_realtime": "a row of sound is added to each token that it writes, which decode steps do not take, and "
-    "its encoder keeps keys and values: take Voxtral Mini or, for streams, Qwen3-ASR"
-}
 _ARCHITECTURES["Ernie4_5_ForCausalLM"] = llama.ERNIE4_5  # as its first files have it
 
 
@@ -56,8 +52,6 @@ def decoder_config(
 
 def _family(config_json: dict[str, Any]) -> Family:
     architectures, model_type = config_json.get("architectures"), config_json.get("model_type")
-    if isinstance(model_type, str) and model_type in _REFUSED:
-        raise UnsupportedModelError(f"config.json: model_type is {as_json(model_type)}: {_REFUSED[model_type]}")
     supported = f"supported are {', '.join(_ARCHITECTURES)}"
     if not architectures:
         if model_type is None:

@@ -24,8 +24,9 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.decoders import filled
 from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
 from edgellm.engines.families.gemma4_audio import conformer_inputs, conformer_program, read_gemma4_audio
+from edgellm.engines.families.realtime_audio import read_realtime, realtime_inputs, realtime_program
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
-from edgellm.engines.model.audio import AudioConfig, ConformerConfig, convolved
+from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig, WeightSpec
 from edgellm.engines.model.encoder_steps import EncoderAttention, Gather, Unfold
 from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape, audio_shape
@@ -71,6 +72,8 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
         tower, projector = (first_prefix(each, checkpoint.tensors) for each in places)
         config: AudioConfig = read_gemma4_audio(top, (tower, projector))
         top.raise_problems()
+    elif checkpoint.config.get("model_type") == "voxtral_realtime":
+        config = read_realtime(checkpoint)
     else:
         config = _read_transformer(checkpoint)
     problems = checkpoint.problems(audio_weights(config), encoders=True, unread=unread)
@@ -172,6 +175,8 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, frames: int) -> dict[s
     two."""
     if isinstance(config, ConformerConfig):
         return conformer_inputs(config, shape, frames)
+    if isinstance(config, RealtimeConfig):
+        return realtime_inputs(config, shape)
     heard = {"attention_mask": (np.arange(shape.tokens) < config.encoded_rows(frames))[None, None, None]}
     if config.family == "voxtral":
         return {}
@@ -211,6 +216,8 @@ def audio_program(config: AudioConfig, shape: EngineShape) -> Program:
     """The program of whole chunks: "features" to "audio_embeddings" [1, rows, language model's H]."""
     if isinstance(config, ConformerConfig):
         return conformer_program(config, shape)
+    if isinstance(config, RealtimeConfig):
+        return realtime_program(config, shape)
     tower = TowerWeights("audio_tower.", config.tensor_prefix, _EPSILON)
     projector = TowerWeights("projector.", config.projector_prefix)
     hidden, merged, out = config.hidden_size, config.merged, config.out_hidden_size

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgellm.engines.families.audio_encoders import audio_program, audio_weights
 from edgellm.engines.families.vision_encoders import vision_program, vision_weights
-from edgellm.engines.model.audio import AudioConfig, ConformerConfig
+from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeConfig
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_program, draft_weights
@@ -26,7 +26,7 @@ _MODELS: dict[type, tuple[str, Callable[[Any, EngineShape], Program], Callable[[
     DecoderConfig: ("base", decoder_program, decoder_weights),
     DraftConfig: ("draft", draft_program, draft_weights),
     VisionConfig: ("vision", vision_program, vision_weights),
-    **dict.fromkeys((AudioConfig, ConformerConfig), ("audio", audio_program, audio_weights)),
+    **dict.fromkeys((AudioConfig, ConformerConfig, RealtimeConfig), ("audio", audio_program, audio_weights)),
 }
 
 

@@ -39,7 +39,7 @@ ACTIVATIONS: dict[str | None, str] = {
     **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"},
 }
 #: What the language model has where LLaVA's and Gemma 3's files do not say.
-_TEXT_HIDDEN_SIZES = {"llava": 4096, "gemma3": 2304, "paligemma": 2048}
+_TEXT_HIDDEN_SIZES = {"voxtral_realtime": 3072, "llava": 4096, "gemma3": 2304, "paligemma": 2048}
 
 #: The fields of `vision_config`, and the arguments of `VisionConfig`.
 Read = tuple[ConfigFields, dict[str, Any]]

@@ -1,5 +1,5 @@
 """Models with images or speech whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3,
-SmolVLM, LFM2-VL, InternVL, MiniCPM-V, Qwen3-ASR, Voxtral, Qwen2-Audio."""
+SmolVLM, LFM2-VL, InternVL, MiniCPM-V, Qwen3-ASR, Voxtral, Voxtral Realtime, Qwen2-Audio."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ _VOXTRAL_SIZES = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 100000000.0,
+}
+#: Mistral inside has those of Voxtral Mini 4B Realtime.
+_REALTIME_SIZES = {
+    **{**_VOXTRAL_SIZES, "intermediate_size": 9216, "num_hidden_layers": 26, "rope_theta": 1000000.0},
+    **{"sliding_window": 8192, "hidden_act": "silu"},
 }
 #: Mistral inside has the sizes of Mistral Small 3.1, with no window, where the file does not say.
 _SMALL_SIZES = {
@@ -128,6 +133,15 @@ def MINICPMV4_6(fields: ConfigFields) -> DecoderConfig:
     return with_image_tokens(config, fields, "image_token_id", None)
 
 
+def _read_voxtral_realtime(fields: ConfigFields) -> DecoderConfig:
+    """Sound is added to the embeddings of all tokens, also of those that are written."""
+    text = text_fields(fields, {**MISTRAL.defaults, **_REALTIME_SIZES})
+    text.ignore("model_type")
+    config = MISTRAL.read(text)
+    token = fields.token_id("audio_token_id", 32, largest=max(0, config.vocab_size - 1))
+    return replace(config, audio_token_id=token, adds_sound=True)
+
+
 _read_voxtral = partial(_read_with_speech, family=_sized(LLAMA, _VOXTRAL_SIZES), token=24)
 _read_qwen2_audio = partial(_read_with_speech, family=QWEN2, token=151646, key="audio_token_index")
 _read_llava = _with_images(_LLAVA_IMAGE_TOKEN, LLAMA, QWEN2, QWEN3, MISTRAL)
@@ -142,4 +156,7 @@ LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _read_lfm2_vl)
 INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl)
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)
 VOXTRAL = Family("voxtral", "VoxtralForConditionalGeneration", _read_voxtral)
+VOXTRAL_REALTIME = Family(
+    "voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", _read_voxtral_realtime, {"tie_word_embeddings": True}
+)
 QWEN2_AUDIO = Family("qwen2_audio", "Qwen2AudioForConditionalGeneration", _read_qwen2_audio)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 #: Frames of a part at most; how many parts' logarithms are kept at least: a minute or two.
 _PART, _KEPT_PARTS = 100, 128
+#: Of sound; a frame, with what resampling looks at, needs no more than so many seconds behind its beginning.
+_FRAMES_A_SECOND, _AROUND = 100, 0.05
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,35 @@ class ConformerConfig(AudioConfig):
     @property
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.begin,), (self.end,)
+
+
+@dataclass(frozen=True)
+class RealtimeConfig(AudioConfig):
+    """Voxtral Realtime's encoder, a row of which sees itself and the `past` - 1 before it in a layer: one window is the
+    longest sound. Heads have `head_size` elements, norms `epsilon`. Tokens are written `delay` tokens behind what they
+    stand for, and a sound has `silence` of so many tokens before it and, beside the delay, behind it."""
+
+    head_size: int
+    past: int
+    epsilon: float
+    rope_theta: float
+    delay: int
+    silence: tuple[int, int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt that stand for the beginning of a sound, before any is written."""
+        return self.silence[0] + self.delay
+
+    @property
+    def most_seconds(self) -> float:
+        """The longest sound."""
+        tokens = self.window_chunks - sum(self.silence) - self.delay
+        return tokens * self.chunk_frames / _FRAMES_A_SECOND
+
+    def settled(self, seconds: float) -> int:
+        """How many tokens of a text, its first included, stay when a sound of so many `seconds` goes on."""
+        return 1 + self.silence[0] + max(0, int((seconds - _AROUND) * _FRAMES_A_SECOND) // self.chunk_frames)
 
 
 def convolved(size: int, times: int) -> int:

@@ -127,7 +127,8 @@ class DecoderConfig:
     `images_vary` (Gemma 4) these are the most, and they see each other in layers with a window alone; tokens of media
     have the row of `padding_id` among the embeddings of each layer. With
     `prefix_attention` (PaliGemma) each token of a prompt sees all of the prompt, which shows an image. The
-    `audio_token_id` stands for each token of speech in a model that takes it.
+    `audio_token_id` stands for each token of speech in a model that takes it. Where it `adds_sound` (Voxtral Realtime)
+    a row of sound is added to the embedding of each token, whatever that is, of the prompt and of the answer.
 
     `hidden_act` is the activation of the MLP, one of `MLP_ACTIVATIONS`: that of its gate or, without a `gated_mlp`, of
     what goes through its first layer. `norm_offset` is added to the weights of all norms (Gemma: 1); with `layer_norms`
@@ -236,6 +237,7 @@ class DecoderConfig:
     lone_parts: bool = field(default=False, metadata=ADDED_LATER)
     images_vary: bool = field(default=False, metadata=ADDED_LATER)
     padding_id: int = field(default=0, metadata=ADDED_LATER)
+    adds_sound: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:

@@ -8,7 +8,7 @@ from edgellm.engines.model.config import HEADS, RECURRENT_KINDS, DecoderConfig, 
 from edgellm.engines.model.layer_weights import LayerWeights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program, kept_states, single_weight, state_inputs, token_inputs
-from edgellm.engines.model.row_steps import TOKEN_ROWS
+from edgellm.engines.model.row_steps import SOUND_ROWS, TOKEN_ROWS
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import LAST_SEEN, Add, Input, Keep, Linear, NormLinear, Scale, Step
 from edgellm.kernels.quantization.packed_weight import WeightFormat
@@ -40,6 +40,10 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         inputs[LAST_SEEN] = ((shape.batch, shape.tokens), "int32")
     steps: list[Step] = []
     value = "inputs_embeds"
+    if config.adds_sound:
+        inputs[SOUND_ROWS] = ((shape.batch, shape.tokens, hidden), "compute")
+        steps.append(Add("hidden", value, SOUND_ROWS))
+        value = "hidden"
     if config.embedding_scale != 1.0:
         steps.append(Scale("hidden", value, config.embedding_scale))
         value = "hidden"

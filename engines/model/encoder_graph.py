@@ -32,9 +32,12 @@ def _attention(graph: ProgramGraph[Tensor], step: encoder_steps.EncoderAttention
         cos_sin = operations.to_compute(rotary)
         rotated = operations.rotary_embedding(rotated, operations.reshape(cos_sin, (count, rows, size)))
     query, key = operations.split(rotated, (heads, heads), axis=1)
-    blocks = _query_blocks(count * heads, rows)
+    blocks = (rows,) if step.past else _query_blocks(count * heads, rows)
     parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
-    contexts = [operations.attention(part, (key, values), mask, Scoring(size**-0.5)) for part in parts]
+    if step.past:
+        contexts = [operations.past_attention(query, key, values, step.past)]
+    else:
+        contexts = [operations.attention(part, (key, values), mask, Scoring(size**-0.5)) for part in parts]
     context = operations.concatenate(contexts, axis=2) if len(blocks) > 1 else contexts[0]
     return operations.reshape(operations.merge_heads(context), (1, count * rows, heads * size))
 

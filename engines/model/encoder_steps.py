@@ -16,7 +16,8 @@ class EncoderAttention(Step):
     """Attention of all rows of a window to each other; `windows` are how many, and of how many rows each.
 
     `value` [.., 3 n D] holds query, key and value heads. `mask` and `rotary` name inputs of the engine, where it has
-    them; `qk_norms` are those of all queries and of all keys together, if they are normed.
+    them; `qk_norms` are those of all queries and of all keys together, if they are normed. With a `past` each row of
+    the one window sees itself and the `past` - 1 rows before it alone.
     """
 
     value: str = field(metadata=READS)
@@ -26,6 +27,7 @@ class EncoderAttention(Step):
     mask: str | None = field(default=None, metadata=READS)
     rotary: str | None = field(default=None, metadata=READS)
     qk_norms: tuple[Norm, Norm] | None = field(default=None, metadata=ADDED_LATER)
+    past: int = field(default=0, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def plan_memory(
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_columns) * item + ITEM_SIZES["int32"])
     step += most_tokens(limits) * config.token_row_size * item
+    if config.adds_sound:  # the rows of sound that are added, and silence
+        step += 2 * most_tokens(limits) * config.hidden_size * item
     if config.image_tokens:  # the last row that each token sees
         step += limits.prefill_chunk * ITEM_SIZES["int32"]
     if config.deepstack_layers:  # and their zeros

@@ -227,6 +227,9 @@ class Operations(Protocol[Tensor]):
     def local_attention(self, step: LocalAttention, x: Tensor, relative: Tensor, scale: Tensor) -> Tensor:
         """What rows [1, T, 3 n D] get of those before them: [1, T, n D] (see `LocalAttention`)."""
 
+    def past_attention(self, query: Tensor, key: Tensor, value: Tensor, past: int) -> Tensor:
+        """What rows [1, n, T, D] get of themselves and the `past` - 1 before them: [1, n, T, D]."""
+
     def concatenate(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
         """Join tensors along `axis`."""
 

@@ -9,6 +9,8 @@ from edgellm.engines.model.steps import READS, Norm, Step
 
 #: The input [B, T, L P] compute with the embeddings that each token has for all L layers, which the host looks up.
 TOKEN_ROWS = "token_rows"
+#: The input [B, T, H] compute with the rows of sound that are added to the embeddings of a step's tokens.
+SOUND_ROWS = "sound_rows"
 
 
 @dataclass(frozen=True)

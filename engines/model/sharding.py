@@ -16,7 +16,7 @@ from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.layer_weights import TOKEN_INPUTS
 from edgellm.engines.model.program import Program, kept_states
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import TokenInputs
+from edgellm.engines.model.row_steps import SOUND_ROWS, TokenInputs
 from edgellm.engines.model.steps import (
     Add,
     AddResidual,
@@ -120,7 +120,7 @@ class _Sharding:
         steps: list[Step] = []
         for step in self._program.steps:
             share = kinds.get(type(step))
-            found = None if share is None else share(step)
+            found = None if share is None or SOUND_ROWS in step.reads else share(step)
             if found is None:
                 raise EngineError(f"{step.title} cannot be shared by {self._of} GPUs: take one GPU")
             steps += found

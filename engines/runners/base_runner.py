@@ -26,7 +26,7 @@ from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.model.steps import LAST_SEEN
 from edgellm.engines.runners.adapter_slots import AdapterSlots, require_adapters
-from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages, in_order
+from edgellm.engines.runners.captured_steps import CapturedSteps, HostStage, LoadedEngines, Stages, in_order
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.media_inputs import MediaInputs, MediaRows
 from edgellm.engines.runners.prefill import PrefillingRunner, Stops
@@ -156,6 +156,7 @@ class BaseEngineRunner(PrefillingRunner):
         ids = self.checked_ids(ids, media)
         self._check_media(count, reused, media)
         one = slice(slot, slot + 1)
+        self._media_inputs.hear(slot, media)
         self._set_offset(slot, media)
         for position, tokens, chunk in self._prompt(slot, ids, reused, media, stops or {}):
             following = ids[position + 1 : position + tokens + 1]
@@ -182,6 +183,7 @@ class BaseEngineRunner(PrefillingRunner):
     ) -> None:
         """Go on in the idle `slot` with a text [N] whose first N - 1 rows it holds, and whose last `generated` tokens
         were drawn: nothing is computed."""
+        self._media_inputs.hear(slot, media)
         self._set_offset(slot, media)
         self._set_sequence(slot, text_ids, generated, sampling)
         self.force_token(slot, text_ids[-1])
@@ -289,10 +291,22 @@ class BaseEngineRunner(PrefillingRunner):
         """A forward pass and what is `behind` it; its last part waits for rows of the tokens that the leading slots
         take, where they have such."""
         *before, last = forward
+        if self.config.adds_sound:
+            sound = HostStage(self._bring_sound, batch)
+            return {"rows of sound": sound, name: in_order([*forward, *behind])}
         if not self.config.token_row_size:
             return {name: in_order([*forward, *behind])}
         stages = self.token_rows.stages(self.sequences(slice(0, batch)).token_ids, in_order(before))
         return {**stages, name: in_order([last, *behind])}
+
+    def silence(self, shape: EngineShape) -> dict[str, Array]:
+        """What an engine of a text that hears nothing is bound to for that."""
+        return self._media_inputs.silence(shape)
+
+    def _bring_sound(self, batch: int) -> None:
+        """Bring the rows of sound that belong to the tokens which the leading slots take next."""
+        for slot, length in enumerate(self.lengths[:batch]):
+            self._media_inputs.bring_sound(slot, slot, length, length + 1)
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
@@ -315,6 +329,7 @@ class BaseEngineRunner(PrefillingRunner):
         for array in (state.token_ids, state.positions, state.active, self.offsets, self._logits):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
         self.sampling.move(source, target)
+        self._media_inputs.move(source, target)
         if self.adapters is not None:
             self.adapters.move(source, target)
         self.lengths[target] = self.lengths[source]

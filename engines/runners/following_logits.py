@@ -103,7 +103,7 @@ class FollowingLogits:
 
         def bindings() -> dict[str, Array]:
             bound = base.engine_weights() | bound_inputs(inputs) | buffers.outputs(shape) | {"logits": logits}
-            bound |= base.token_rows.bound(shape)
+            bound |= base.token_rows.bound(shape) | base.silence(shape)
             if base.states.is_recurrent and size > 1:
                 bound["node_parents"] = leading(self._parents.reshape(-1), (1, size))
             return bound | base.states.bound(one, self._kept.of(1, size)) | base.adapter_inputs(shape, one)

@@ -16,7 +16,9 @@ from edgellm.engines.backends.base import Backend, Readback, uploaded
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.memory_plan import most_tokens
 from edgellm.engines.model.rotary import mrope_axes
+from edgellm.engines.model.row_steps import SOUND_ROWS
 from edgellm.engines.runners.media import MediaSpan, PromptMedia
 from edgellm.kernels.arrays import Array, leading
 
@@ -82,7 +84,8 @@ class MediaInputs:
     """The media of prompts among the inputs of one model's prefill engines, base or draft.
 
     `rows` puts their rows in the place of embeddings; None: the model embeds their tokens as it does any other. To the
-    outputs of the first layers engines add features of media at their tokens, else zeros (deepstack).
+    outputs of the first layers engines add features of media at their tokens, else zeros (deepstack), to embeddings the
+    rows of the sound that a slot hears, if the model adds sound.
     """
 
     def __init__(
@@ -98,6 +101,11 @@ class MediaInputs:
         self._deepstack = [backend.zeros((size,), "compute") for _ in range(config.deepstack_layers)]
         self._zeros = backend.zeros((size,), "compute") if self._deepstack else None
         self._holds_features = False
+        #: What each slot hears: the rows [N, H] that belong to its first N tokens.
+        self._heard: list[Array | None] = [None] * limits.max_batch
+        if config.adds_sound:
+            size = most_tokens(limits) * config.hidden_size
+            self._sound, self._silence = (backend.zeros((size,), "compute") for _ in range(2))
         if config.mrope_section:
             self._axes = uploaded(backend, mrope_axes(config))
             self._positions = backend.zeros((3 * limits.prefill_chunk,), "int32")
@@ -107,6 +115,8 @@ class MediaInputs:
         given = set() if media is None else {span.kind.token_id for span in media.spans}
         if media is not None:
             media.check(prompt_ids)
+        if self._config.adds_sound:
+            return
         for name, token, *_ in self._config.media.values():
             if token not in given and (prompt_ids == token).any():
                 raise EngineError(
@@ -114,7 +124,9 @@ class MediaInputs:
                 )
 
     def engine_inputs(self, shape: EngineShape) -> dict[str, Array]:
-        """What an engine is bound to for media alone, by name; nothing of another phase than prefill."""
+        """What an engine is bound to for media alone, by name; of another phase than prefill nothing but sound."""
+        if self._config.adds_sound:
+            return self._sound_rows(self._sound, shape)
         if shape.phase != "prefill":
             return {}
         size = (1, shape.tokens, self._config.hidden_size)
@@ -138,6 +150,8 @@ class MediaInputs:
             for buffer in self._deepstack:
                 self._backend.copy(buffer, self._zeros)
             self._holds_features = False
+        if self._config.adds_sound:
+            self.bring_sound(0, slot, *tokens)
         if media is None:
             return
         if self.rows is not None and (parts := media.within(*tokens)):
@@ -150,6 +164,33 @@ class MediaInputs:
             self._holds_features = bool(self._deepstack)
         if self._config.mrope_section and media.positions is not None:
             self._write_positions(media.positions[:, row : row + tokens[1] - tokens[0]], inputs["rope_rotary_cos_sin"])
+
+    def silence(self, shape: EngineShape) -> dict[str, Array]:
+        """What an engine is bound to for a text that hears nothing; nothing where the model adds no sound."""
+        return self._sound_rows(self._silence, shape) if self._config.adds_sound else {}
+
+    def _sound_rows(self, rows: Array, shape: EngineShape) -> dict[str, Array]:
+        return {SOUND_ROWS: leading(rows, (shape.batch, shape.tokens, self._config.hidden_size))}
+
+    def hear(self, slot: int, media: PromptMedia | None) -> None:
+        """Let a slot hear what is added to the embeddings of its text, or nothing."""
+        self._heard[slot] = None if media is None or media.added is None else media.added.rows
+
+    def move(self, source: int, target: int) -> None:
+        """Let a slot hear what another one heard."""
+        self._heard[target], self._heard[source] = self._heard[source], None
+
+    def bring_sound(self, place: int, slot: int, first: int, stop: int) -> None:
+        """Put the rows of what a slot hears at its tokens first..stop - 1 to those of a step's inputs from `place` on;
+        zeros where there are no such."""
+        width, rows = self._config.hidden_size, self._heard[slot]
+        count = 0 if rows is None else max(0, min(stop, rows.shape[0]) - first)
+        target = self._sound[place * width : (place + stop - first) * width]
+        if rows is not None and count:
+            self._backend.copy(target[: count * width], rows[first : first + count].reshape(-1))
+        if stop - first > count:
+            behind = target[count * width :]
+            self._backend.copy(behind, self._silence[: (stop - first - count) * width])
 
     def _write_positions(self, positions: np.ndarray, rope_rotary_cos_sin: Array) -> None:
         """Set the first n of `rope_rotary_cos_sin` [1, T, R] to those of tokens at the M-RoPE `positions` [3, n]."""

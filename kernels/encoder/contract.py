@@ -170,7 +170,9 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
 
 
 def _check_attention(sizes: dict[str, Any]) -> str | None:
-    window, rows, width = sizes["window"], sizes["R"], sizes["G"] * sizes["D"]
+    window, rows, width = sizes.get("window", sizes["R"]), sizes["R"], sizes["G"] * sizes["D"]
+    if sizes.get("past", 1) < 1:
+        return f"rows that see {sizes['past']} rows; expected one at least"
     if sizes["E"] != width:
         return f"context has {sizes['E']} columns; expected {width}"
     if window < 1 or rows % window or rows // window > MAXIMUM_ROWS:
@@ -347,6 +349,12 @@ class EncoderKernels(Protocol):
     ) -> Launchable:
         """Query, key and value heads, each by itself; queries and keys are turned by the `rotary` rows, cosine half
         then sine half: element j is paired with element j + D/2."""
+
+    @limited(_check_attention)
+    def past_attention(
+        self, heads: Heads, past: int, scale: float, context: Annotated[OwnArray, "RE compute"]
+    ) -> Launchable:
+        """Each query's softmax of scale * scores over its own row and the `past` - 1 rows before it, times values."""
 
     @limited(_check_attention)
     def attention(

@@ -55,7 +55,7 @@ def _stage_bytes(padded: int) -> int:
 def row_kernel(file: str, name: str, *arguments: str | int) -> Kernel:
     """A kernel of encoder/`file`; `arguments` of its template are dtypes, and how many columns a thread takes."""
     kinds = (CUDA_TYPES[each] if isinstance(each, str) else str(each) for each in arguments)
-    macros = _NORM_MACROS if file in ("norms.cu", "conformer.cu") else _ROW_MACROS
+    macros = _NORM_MACROS if file in ("norms.cu", "conformer.cu", "past.cu") else _ROW_MACROS
     return _kernel(file, name, f"encoder::{name}<{', '.join(kinds)}>", "_".join(map(str, arguments)), macros)
 
 
@@ -169,6 +169,12 @@ class CudaEncoder(Launcher):
         grid = (count, -(-window // _rows(tiles)), windows)
         kernel, shared = attention_kernel(heads.dtype, size, tiles), attention_bytes(size, window)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
+
+    def past_attention(self, heads: DeviceArray, past: int, scale: float, context: DeviceArray) -> Launch:
+        sizes, packed = self._packed("past_attention", heads, past, scale, context)
+        _check_aligned("past_attention", 8, heads)
+        blocks = -(-sizes["R"] // _ROW_WARPS) * sizes["G"]
+        return self._in_blocks("past.cu", "past_attention", (heads.dtype,), blocks, packed)
 
     def _by_row(self, file: str, name: str, kinds: tuple[str, ...], *arguments: Any, column: int = 0) -> Launch:
         """The launch of a kernel whose blocks have a row of the result each; rows begin at a `column` of it."""

@@ -1,4 +1,4 @@
-"""Attention of sounds to what was just before, in NumPy, float32: it defines what the kernel of the name computes."""
+"""Attention of sounds to what was before, in NumPy, float32: it defines what the kernels of these names compute."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import math
 import numpy as np
 
 from edgellm.kernels.decode.heads_twin import capped
+
+#: Queries that are taken together.
+_QUERIES = 256
 
 
 def local_attention(
@@ -28,3 +31,18 @@ def local_attention(
     for back in range(min(past, rows)):
         summed[back:] += weights[back, back:, :, None] * value[: rows - back]
     return summed.reshape(rows, width)
+
+
+def past_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, past: int, scale: float) -> np.ndarray:
+    """What `EncoderKernels.past_attention` puts into its context [R, n D], of heads [n, R, D] each."""
+    heads, rows, size = query.shape
+    context = np.empty((rows, heads, size), np.float32)
+    for first in range(0, rows, _QUERIES):
+        last, begin = min(first + _QUERIES, rows), max(0, first - past + 1)
+        scores = query[:, first:last] @ key[:, begin:last].swapaxes(1, 2) * np.float32(scale)
+        distances = np.arange(first, last)[:, None] - np.arange(begin, last)
+        scores[:, (distances < 0) | (distances >= past)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        context[first:last] = (weights @ value[:, begin:last]).swapaxes(0, 1)
+    return context.reshape(rows, heads * size)

@@ -126,6 +126,12 @@ def local_attention(rows: int, heads: int, size: int, past: int) -> Case:
     return Case("local_attention", (given, positions, 40, past, 2.0, scale, Compute(nothing(rows, width))))
 
 
+def past_attention(rows: int, heads: int, size: int, past: int) -> Case:
+    """Attention of heads to rows before."""
+    given = Compute(values(3, heads, rows, size))
+    return Case("past_attention", (given, past, size**-0.5, Compute(nothing(rows, heads * size))))
+
+
 BOUNDS = Compute(np.array([-0.5, 0.75], np.float32))
 CHOSEN = np.array([3, 0, 0, 6, -5, 99, 2], np.int32)
 CASES = {
@@ -214,6 +220,9 @@ CASES = {
     ),
     "local_attention": local_attention(41, 3, 128, 12),
     "local_attention_of_few": local_attention(5, 2, 40, 32),
+    "past_attention": past_attention(150, 3, 64, 70),
+    "past_attention_of_few": past_attention(5, 2, 40, 750),
+    "past_attention_of_wide_heads": past_attention(67, 1, 128, 1),
     "places": Case(
         "unfold", (Compute(values(2 * 9 * 7, 24)), Convolution(24, 9, 7, 3, 3, 2, 1, 1), Compute(nothing(40, 216)))
     ),

@@ -18,7 +18,7 @@ from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
-from edgellm.engines.model.audio import AudioConfig, ConformerConfig
+from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeConfig
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape, audio_shape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, vision_inputs
@@ -158,6 +158,11 @@ _CONFORMER = ConformerConfig(
 SPEECH_MODELS |= {"gemma4": _CONFORMER, "gemma4_without_bounds": replace(_CONFORMER, clipped=False, num_layers=2)}
 
 SPEECH_MODELS["qwen2_audio"] = replace(SPEECH_MODELS["voxtral"], family="qwen2_audio", intermediate_size=44, merged=2)
+_OF_ALL = {each.name: getattr(SPEECH_MODELS["voxtral"], each.name) for each in fields(AudioConfig)}
+SPEECH_MODELS["voxtral_realtime"] = RealtimeConfig(
+    **_OF_ALL | {"family": "voxtral_realtime", "chunk_frames": 8, "window_chunks": 30, "intermediate_size": 44},
+    **{"head_size": 24, "past": 37, "epsilon": 1e-5, "rope_theta": 100.0, "delay": 2, "silence": (3, 1)},
+)
 
 
 def grids_of(config: VisionConfig) -> list[Grid]:
@@ -191,6 +196,8 @@ def lengths_of(config: AudioConfig) -> list[int]:
     """Frames of windows for an encoder: whole ones, and others where it takes them."""
     if isinstance(config, ConformerConfig):
         return [4 * config.run_rows, 147, 7]
+    if isinstance(config, RealtimeConfig):
+        return [config.window_frames, 96, 8]
     return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family != "voxtral")
 
 

@@ -12,7 +12,7 @@ from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.heads_twin import rms_norm
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, Convolution, EncoderKernels
-from edgellm.kernels.encoder.local_attention import local_attention
+from edgellm.kernels.encoder.local_attention import local_attention, past_attention
 from edgellm.kernels.numpy_launch import checked_launch, launched
 
 _check = Contracts(EncoderKernels, np.ndarray)
@@ -108,6 +108,10 @@ class NumpyEncoder:
     @checked_launch(_check)
     def local_attention(self, qkv, relative, first, past, cap, scale, context):
         np.copyto(context, local_attention(qkv, relative, first, past, cap, scale))
+
+    @checked_launch(_check)
+    def past_attention(self, heads: np.ndarray, past: int, scale: float, context: np.ndarray) -> None:
+        np.copyto(context, past_attention(*heads, past, scale))
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:

@@ -24,7 +24,10 @@ from edgellm.multimodal.sound_features import SoundFeatures
 
 #: What float32 sums in another order differ by, of numbers around 1.
 TOLERANCE = 1e-4
-CHECKPOINTS = {name: golden_folder("speech") / name for name in ("qwen3_asr", "voxtral", "qwen2_audio", "gemma4")}
+CHECKPOINTS = {
+    name: golden_folder("speech") / name
+    for name in ("qwen3_asr", "voxtral", "qwen2_audio", "gemma4", "voxtral_realtime")
+}
 CHECKPOINT = CHECKPOINTS["qwen3_asr"]
 
 
@@ -83,6 +86,12 @@ def voxtral_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen2_audio_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of Qwen2-Audio."""
     return _built("qwen2_audio", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def voxtral_realtime_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of Voxtral Realtime."""
+    return _built("voxtral_realtime", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -123,6 +123,7 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     kernels += [row_kernel("norms.cu", "standard_norm", kind) for kind in (dtype, "float32")]
     conformer = ("centered_norm", "add_normed", "gated_convolution", "local_attention")
     kernels += [row_kernel("conformer.cu", name, dtype) for name in conformer]
+    kernels.append(row_kernel("past.cu", "past_attention", dtype))
     activations = (*ACTIVATIONS.values(), NO_ACTIVATION)
     kernels += [prompt_kernel("activated", dtype, TILINGS[-1], 3, activation=number) for number in activations]
     return [kernel.source for kernel in kernels]

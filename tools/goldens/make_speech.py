@@ -1,5 +1,5 @@
-"""Makes the golden files of `tests/goldens/speech`: a Qwen3-ASR, a Voxtral, a Qwen2-Audio and a Gemma 4 that sees,
-too, of a few thousand random weights, by transformers.
+"""Makes the golden files of `tests/goldens/speech`: a Qwen3-ASR, a Voxtral, a Qwen2-Audio, a Voxtral Realtime and a
+Gemma 4 that sees, too, of a few thousand random weights, by transformers.
 
     python tools/goldens/make_speech.py tests/goldens/speech
 
@@ -10,7 +10,8 @@ and projector make of it; the `token_ids` [T] of the prompt of all with `synthet
 logits those [T, 3] at `synthetic_sound.places`; Qwen3-ASR's every 499th sample of the first sound, too, `resampled`
 from 44,100 to 16,000 Hz by soxr. Qwen2-Audio hears the last two sounds, for its processor cuts longer ones. Gemma 4's
 rows are divided by what its language model multiplies by; it has both of a prompt of a picture and a sound of
-`HALF_ROW` seconds, too: `both_token_ids`, `both_logits`.
+`HALF_ROW` seconds, too: `both_token_ids`, `both_logits`. Voxtral Realtime hears the first sound alone; its `token_ids`
+are the prompt and what it wrote, as many as its rows, by argmax, and logits are those behind each of them.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ from transformers import (
     VoxtralConfig,
     VoxtralForConditionalGeneration,
     VoxtralProcessor,
+    VoxtralRealtimeConfig,
+    VoxtralRealtimeFeatureExtractor,
+    VoxtralRealtimeForConditionalGeneration,
     WhisperFeatureExtractor,
 )
 from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4_images
@@ -95,6 +99,17 @@ _VOXTRAL_TEMPLATE = """<s>{%- for message in messages -%}
 {%- if message.role == 'user' %}[INST]{% if message.content is string %}{{ message.content }}{% else %}
 {%- for part in message.content %}{% if part.type == 'audio' %}[BEGIN_AUDIO][AUDIO]{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}[/INST]{% else %}{{ message.content }}</s>{% endif %}{% endfor %}"""
+
+_REALTIME_SPECIAL = ["<s>", "</s>", "[STREAMING_PAD]", "[STREAMING_WORD]"]
+_REALTIME_TEXT = {
+    **{**_VOXTRAL_TEXT, "model_type": "voxtral_realtime_text", "sliding_window": 40, "pad_token_id": 258},
+    "tie_word_embeddings": True,
+}
+#: Heads together are wider than rows, each of which sees eleven before it.
+_REALTIME_ENCODER = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16},
+    "sliding_window": 12,
+}
 
 _QWEN2_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"]
 _QWEN2_ENCODER = {
@@ -242,6 +257,34 @@ def make_voxtral(directory: Path) -> None:
 
 
 @torch.no_grad()
+def make_voxtral_realtime(directory: Path) -> None:
+    """The same of Voxtral Realtime, padded as mistral-common does: 32 tokens of silence before a sound, and behind it,
+    filled up to whole tokens, its delay, the first token's and ten more."""
+    tokenizer = make_tokenizer(_REALTIME_SPECIAL, [], bos_token="<s>", eos_token="</s>")
+    extractor, pad = VoxtralRealtimeFeatureExtractor(), tokenizer.convert_tokens_to_ids("[STREAMING_PAD]")
+    config = VoxtralRealtimeConfig(
+        audio_config=_REALTIME_ENCODER, text_config=_REALTIME_TEXT, eos_token_id=257, audio_token_id=pad
+    )
+    VoxtralRealtimeForConditionalGeneration(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    extractor.save_pretrained(directory)
+    model, delay = opened_model(directory, VoxtralRealtimeForConditionalGeneration), config.default_num_delay_tokens
+    samples, token = sound(SECONDS[0]), 160 * config.audio_length_per_tok
+    padded = np.pad(samples, (32 * token, -len(samples) % token + (delay + 11) * token))
+    features = extractor(padded, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    rows = model.model.get_audio_features(features).pooler_output[0]
+    expected, token_ids = heard(0, features[0], rows), [256, *[pad] * (32 + delay)]
+    while len(token_ids) < len(rows):
+        heard_yet = features[..., : len(token_ids) * config.audio_length_per_tok]
+        token_ids.append(
+            int(model(torch.tensor([token_ids]), heard_yet, num_delay_tokens=delay).logits[0, -1].argmax())
+        )
+    written = torch.tensor(token_ids)
+    expected |= answered("", written, model(written[None], features, num_delay_tokens=delay).logits[0])
+    save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
+
+
+@torch.no_grad()
 def make_qwen2_audio(directory: Path) -> None:
     """The same of Qwen2-Audio, by its processor and the whole model."""
     extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=2)
@@ -327,4 +370,5 @@ def _check(processor: Qwen3ASRProcessor, model: Qwen3ASRForConditionalGeneration
 
 if __name__ == "__main__":
     makers = {"qwen3_asr": make, "voxtral": make_voxtral, "qwen2_audio": make_qwen2_audio, "gemma4": make_gemma4}
+    makers |= {"voxtral_realtime": make_voxtral_realtime}
     write_folders(__doc__, makers)

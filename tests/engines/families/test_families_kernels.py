@@ -63,6 +63,7 @@ def test_every_family_is_among_them() -> None:
             "qwen3_asr",
             "voxtral",
             "qwen2_audio",
+            "voxtral_realtime",
             "minicpmv4_6",
         ),
     }

@@ -13,7 +13,7 @@ import pytest
 from gpu_device import assert_equals_twin, copied, cuda_device, on_device
 from gpu_timing import microseconds
 from sound_arguments import FAMILIES, measuring
-from speech_models import mel_of
+from speech_models import CHECKPOINTS, mel_of
 from synthetic_sound import RATE, sound
 
 from edgellm import LLM
@@ -80,7 +80,7 @@ def test_features_are_placed_as_the_twin_does(gpu: Any, placing: tuple) -> None:
     assert_equals_twin(gpu, gpu.sound_kernels, TWIN, "place_features", logarithms, slots, Placing(*placing), target)
 
 
-@pytest.mark.parametrize("name", ["qwen3_asr", "voxtral", "qwen2_audio", "gemma4"])
+@pytest.mark.parametrize("name", [*CHECKPOINTS])
 def test_what_grew_has_the_bits_of_the_whole(gpu: Any, name: str) -> None:
     (mel, config), samples, growing, found = mel_of(name), sound(9.7), Sound(RATE), list[np.ndarray]()
     streamed, whole = (SoundFeatures(gpu, mel, config) for _ in range(2))

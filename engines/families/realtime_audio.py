@@ -1,0 +1,144 @@
+"""Voxtral Realtime's encoder of speech: its configuration, its program, and what its checkpoint's tensors become.
+
+Two convolutions over time make a row of two frames (Whisper's: Radford et al. 2023). Neither they nor the layers see
+what comes later: as a decoder's, layers have rotary positions, and attend to as many rows before as a window has. Four
+rows side by side are projected to one, which is added to the embedding of the token that stands for their 80 ms.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.fields import ConfigFields, first_prefix, read_rope
+from edgellm.engines.families.vision_fields import text_hidden_size
+from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
+from edgellm.engines.model.audio import RealtimeConfig
+from edgellm.engines.model.config import LARGEST_DEPTH
+from edgellm.engines.model.encoder_steps import EncoderAttention, Gather, Unfold
+from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import Input, Normed, NormLinear, Reshape, Step
+
+#: What its encoder has where the file does not say.
+_DEFAULTS = {
+    **{"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_mel_bins": 128, "rms_norm_eps": 1e-5, "sliding_window": 750, "head_dim": 64},
+    "max_position_embeddings": 1500,
+}
+#: Frames of a row, and rows of a token; tokens of the longest sound, that of a minute with the silence around it.
+_FRAMES, _ROWS, _LONGEST = 2, 4, 800
+#: Tokens of silence before a sound, and behind it beside those that it is heard later by (mistral-common's requests).
+_BEFORE, _BEHIND = 32, 11
+_LARGEST_SIZE, _LARGEST_DELAY = 4096, 64
+_POSITIONS = "rotary_cos_sin"
+
+
+def read_realtime(checkpoint: Checkpoint) -> RealtimeConfig:
+    """The encoder of a checkpoint. Raises UnsupportedModelError and CheckpointError as `read_audio` does."""
+    top = ConfigFields(checkpoint.config, None, "voxtral_realtime")
+    raw = checkpoint.config.get("audio_config")
+    fields = ConfigFields(filled(raw if isinstance(raw, dict) else {}, _DEFAULTS, is_part=True), None, "audio_config")
+    fields.wrong, fields.unsupported = top.wrong, top.unsupported
+    size = fields.size("head_dim", largest=_LARGEST_SIZE)
+    theta, scaling = read_rope(fields, size, fields.size("max_position_embeddings"))
+    if scaling is not None:
+        fields.refuse("rope_parameters", scaling, "supported is the rope_type default")
+    for key, word in (("hidden_act", "silu"), ("activation_function", "gelu")):
+        fields.word(key, {word: word, None: word})
+    supported = {"projector_hidden_act": "gelu", "audio_length_per_tok": _FRAMES * _ROWS, "downsample_factor": _ROWS}
+    for key, value in supported.items():
+        if top.values.get(key, value) != value:
+            top.refuse(key, top.values[key], f"supported is {value}")
+    hidden = fields.size("hidden_size")
+    if hidden % 2 or size % 8:
+        fields.expect("hidden_size, head_dim", [hidden, size], "an even number, and a multiple of 8")
+    config = RealtimeConfig(
+        family="voxtral_realtime",
+        mel_bins=fields.size("num_mel_bins", largest=_LARGEST_SIZE),
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=fields.size("num_hidden_layers", largest=LARGEST_DEPTH),
+        num_heads=fields.size("num_attention_heads"),
+        channels=hidden,
+        halvings=1,
+        chunk_frames=_FRAMES * _ROWS,
+        window_chunks=_LONGEST,
+        merged=_ROWS,
+        out_hidden_size=text_hidden_size(top),
+        tensor_prefix=first_prefix(("model.audio_tower.", "audio_tower."), checkpoint.tensors),
+        projector_prefix=first_prefix(("model.multi_modal_projector.", "multi_modal_projector."), checkpoint.tensors),
+        head_size=size,
+        past=fields.size("sliding_window", largest=LARGEST_AUDIO_ROWS),
+        epsilon=fields.positive("rms_norm_eps"),
+        rope_theta=theta,
+        delay=top.size("default_num_delay_tokens", 6, _LARGEST_DELAY),
+        silence=(_BEFORE, _BEHIND),
+    )
+    top.raise_problems()
+    return config
+
+
+def realtime_inputs(config: RealtimeConfig, shape: EngineShape) -> dict[str, np.ndarray]:
+    """What the program takes beside features: the rows of positions, and which rows of the convolutions are taken."""
+    return {_POSITIONS: _rotary_rows(shape.tokens, config.head_size, config.rope_theta), "rows": _counted(shape.tokens)}
+
+
+@lru_cache(maxsize=2)
+def _rotary_rows(rows: int, size: int, theta: float) -> np.ndarray:
+    """[1, rows, size] float32: cosines, then sines."""
+    angles = np.arange(rows)[:, None] * theta ** (-np.arange(0, size, 2) / size)
+    return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)[None]
+
+
+@lru_cache(maxsize=2)
+def _counted(rows: int) -> np.ndarray:
+    return np.arange(rows, dtype=np.int32)[None]
+
+
+def realtime_program(config: RealtimeConfig, shape: EngineShape) -> Program:
+    """The program of rows in their order: "features" to "audio_embeddings" [1, tokens, language model's H]."""
+    tower = TowerWeights("audio_tower.", config.tensor_prefix, config.epsilon)
+    projector = TowerWeights("projector.", config.projector_prefix)
+    hidden, rows, bands, out = config.hidden_size, shape.tokens, config.mel_bins, config.out_hidden_size
+    inner, frames, width = config.intermediate_size, _FRAMES * rows, config.num_heads * config.head_size
+    first, second = (
+        tower.convolution(f"embedder.conv{number}", hidden, (depth, 3), True)
+        for number, depth in ((1, bands), (2, hidden))
+    )
+    # The first convolution reads two frames before its own: two zeros before, and two more places behind, than needed.
+    steps: list[Step] = [
+        Unfold("places", "features", (1, 1, frames), bands, (1, 3), 1, (0, 2)),
+        NormLinear("convolved", (Input("places"),), first, "gelu"),
+        Unfold("places", "convolved", (1, 1, frames + 2), hidden, (1, 3), 2, (0, 1)),
+        NormLinear("convolved", (Input("places"),), second, "gelu"),
+        Gather("hidden", "convolved", "rows"),
+    ]
+    for index in range(config.num_layers):
+        layer = f"layers.{index}."
+        norms = [tower.rms_norm(f"{layer}{name}_layer_norm", hidden) for name in ("self_attn", "final")]
+        qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(QKV, width), hidden)
+        output = tower.linear(f"{layer}self_attn.o_proj", hidden, width)
+        gates = tower.linear(f"{layer}mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}, hidden, False)
+        down = tower.linear(f"{layer}mlp.down_proj", hidden, inner)
+        heads = config.num_heads, config.head_size, (1, rows)
+        attention = EncoderAttention("context", "qkv", *heads, rotary=_POSITIONS, past=config.past)
+        steps += attention_steps("hidden", norms[0], qkv, attention, output)
+        steps += mlp_steps("hidden", norms[1], gates, down, "silu", gated=True)
+    wide = config.merged * hidden
+    linears = projector.linear("linear_1", out, wide, bias=False), projector.linear("linear_2", out, out, bias=False)
+    steps += [
+        Normed("hidden", "hidden", tower.rms_norm("norm", hidden)),
+        Reshape("merged", "hidden", (1, rows // config.merged, wide)),
+        *projection_steps("audio_embeddings", ["merged"], linears, "gelu"),
+    ]
+    inputs: Edge = {
+        "features": ((1, frames, bands), "float32"),
+        _POSITIONS: ((1, rows, config.head_size), "float32"),
+        "rows": ((1, rows), "int32"),
+    }
+    return Program(shape, inputs, tuple(steps), {"audio_embeddings": ((1, rows // config.merged, out), "compute")})

@@ -1,0 +1,272 @@
+"""Voxtral Realtime against transformers: sound that is added to the embeddings of what is asked and written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from encoder_models import EncoderBackend
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+from safetensors.numpy import load_file, save_file
+from speech_models import CHECKPOINTS, TOLERANCE, expected_speech, features_of
+from synthetic_sound import RATE, SECONDS, SPARSE, places, sound
+
+from edgellm import LLM, DraftingConfig, Request, SpeechStream
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families.programs import model_program
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
+from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.model.row_steps import SOUND_ROWS
+from edgellm.engines.runners.media import MediaEmbeddings, PromptMedia
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.errors import AudioError, EdgeLLMError, EngineError, MediaError, RequestError
+from edgellm.media.audio import AudioEncoder
+from edgellm.metrics import Metrics
+from edgellm.text.messages import MediaReference
+from edgellm.transcription import transcription_request
+
+NAME = "voxtral_realtime"
+SPOKEN = (sound(SECONDS[0]), RATE)
+#: The first token, 32 of silence and six of delay.
+PROMPT = 39
+ALL: dict[str, Any] = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(voxtral_realtime_engines: Path) -> Iterator[LLM]:
+    with LLM(voxtral_realtime_engines, backend="numpy", drafting=None) as opened:
+        yield opened
+
+
+def reference(source: Any) -> MediaReference:
+    return MediaReference(source, False, "RGB", "sound", "audio")
+
+
+def written(found: Any) -> list[int]:
+    return list(found.response.token_ids)
+
+
+def test_all_is_as_transformers_has_it(llm: LLM) -> None:
+    expected = expected_speech(NAME)
+    ids = expected["token_ids"].tolist()
+    assert llm._runtime.prompt_ids(transcription_request(NAME, SPOKEN)) == ids[:PROMPT]
+
+    def compute(runtime: Any) -> np.ndarray:
+        encoder = runtime._media.by_name["audio"].opened()
+        piece = encoder.prepare(reference(SPOKEN))
+        features = features_of(piece, encoder.mel, encoder.config)
+        np.testing.assert_allclose(features.flatten()[::SPARSE], expected["features0"], atol=TOLERANCE)
+        (rows,) = [each.rows for each in encoder.encode([piece])]
+        assert len(rows) == piece.tokens == len(ids)
+        np.testing.assert_allclose(rows.flatten()[::13], expected["rows0"], atol=TOLERANCE)
+        runner, placed, found = runtime._runner.base, runtime._media.encode(ids, [piece]), []
+        for stop in range(1, len(ids) + 1):
+            runner.start(0, ids[:stop], stop - 1, SamplingValues(), placed).wait()
+            found.append(runner.logits(0).copy())
+        runner.start(0, ids, 0, SamplingValues(), placed).wait()  # in chunks of 32
+        np.testing.assert_allclose(runner.logits(0), found[-1], atol=TOLERANCE)
+        runner.stop(0)
+        return np.stack(found)
+
+    logits = llm.call(compute).result()
+    stored = np.take_along_axis(logits, places(*logits.shape), axis=1)
+    np.testing.assert_allclose(stored, expected["logits"], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+def test_what_is_written_is_what_transformers_writes(voxtral_realtime_engines: Path, backend: str) -> None:
+    """On a GPU in float16, where another token is as near: the first ones, and their log-probabilities."""
+    ids = expected_speech(NAME)["token_ids"].tolist()
+    with LLM(voxtral_realtime_engines, backend=backend, drafting=None) as opened:
+        if backend == "numpy":
+            assert written(opened.transcribe(SPOKEN, **ALL)) == ids[PROMPT:]
+            return
+        with LLM(voxtral_realtime_engines, backend="numpy", drafting=None) as host:
+            asked = {"logprobs": 8, "max_tokens": 3, **ALL}
+            for _ in range(3):  # a step is captured the second time
+                both_models = (each.transcribe(SPOKEN, **asked).response.logprobs for each in (opened, host))
+                (found, *_), (expected, *_) = both_models
+                both = dict(found.top).keys() & dict(expected.top).keys()
+                assert len(both) >= 6
+                assert all(abs(dict(found.top)[each] - dict(expected.top)[each]) < 0.05 for each in both)
+        assert len(written(opened.transcribe(SPOKEN, **ALL))) == len(ids) - PROMPT
+
+
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
+def test_decode_kernels_add_what_is_heard(llm: LLM, way: type) -> None:
+    """As on a GPU, token by token, over the KV rows that the kernels write."""
+    config, expected = llm.directory.config, expected_speech(NAME)
+    rows = llm.call(lambda runtime: _rows_of(runtime, SPOKEN)).result()
+    with Checkpoint.open(CHECKPOINTS[NAME]) as checkpoint:
+        arrays: dict[str, np.ndarray] = load_numpy_weights(checkpoint, decoder_weights(config))
+    ids, decode = expected["token_ids"], EngineShape("decode", 1, 1, 128, 128, window_rows=128)
+    engine, table = numpy_kernel_engine(config, decode, way), rotary_table(config, 128)
+    states = {name: np.zeros(shape, np.float32) for name, (shape, _) in model_program(config, decode).states.items()}
+    inputs = {
+        "inputs_embeds": np.zeros((1, 1, config.hidden_size), np.float32),
+        SOUND_ROWS: np.zeros((1, 1, config.hidden_size), np.float32),
+        "rope_rotary_cos_sin": np.zeros((1, 1, config.rotary_columns), np.float32),
+        "attention_mask": np.zeros((1, 1, 1, 128), bool),
+        "kvcache_start_index": np.zeros(1, np.int32),
+    }
+    logits = np.full((1, 1, config.vocab_size), np.nan, np.float32)
+    bound = arrays | inputs | states | {f"present_{key}": each for key, each in states.items()} | {"logits": logits}
+    engine.bind({key: each for key, each in bound.items() if key in engine.tensors or key.startswith("present_")})
+    engine.attach(NumpyKernelDevice(), np.zeros(engine.scratch_bytes, np.uint8))
+    for row, token in enumerate(ids.tolist()):
+        inputs["inputs_embeds"][:], inputs[SOUND_ROWS][:] = arrays[EMBEDDING][token], rows[row]
+        inputs["rope_rotary_cos_sin"][:] = table[row]
+        inputs["attention_mask"][..., row] = True
+        inputs["kvcache_start_index"][:] = row
+        with np.errstate(over="ignore"):  # silu of large gates
+            engine.enqueue()
+        found = logits[0, 0, places(len(ids), config.vocab_size)[row]]
+        np.testing.assert_allclose(found, expected["logits"][row], atol=5 * TOLERANCE)
+
+
+def _rows_of(runtime: Any, source: Any) -> np.ndarray:
+    encoder = runtime._media.by_name["audio"].opened()
+    (rows,) = [each.rows.copy() for each in encoder.encode([encoder.prepare(reference(source))])]
+    return np.asarray(rows)
+
+
+def test_engines_of_the_longest_sound_give_the_same_rows(voxtral_realtime_engines: Path) -> None:
+    """As on a GPU, where a sound has silence behind it up to a minute, and weights have zeros."""
+    directory = EngineDirectory.open(voxtral_realtime_engines)
+    encoder = AudioEncoder(EncoderBackend(directory.audio, directory.config), directory, Metrics())
+    encoder.load()
+    piece = encoder.prepare(reference(SPOKEN))
+    (rows,) = [each.rows for each in encoder.encode([piece])]
+    np.testing.assert_allclose(rows.flatten()[::13], expected_speech(NAME)["rows0"], atol=TOLERANCE)
+    encoder.close()
+
+
+def test_slots_hear_their_own_sounds(llm: LLM) -> None:
+    """Side by side, the longer one in the slot that the shorter leaves, and in rows that were written before."""
+    sounds = [(sound(seconds), RATE) for seconds in (0.3, 4.1, 2.0)]
+    requests = [transcription_request(NAME, each, **ALL) for each in sounds]
+    alone = [llm.submit(each).result().token_ids for each in requests]
+    generations = [llm.submit(each) for each in requests]
+    assert [each.result().token_ids for each in generations] == alone
+    assert len({*alone}) == 3
+    again = llm.submit(requests[1]).result()
+    assert (again.token_ids, again.usage.reused_tokens) == (alone[1], PROMPT - 1)
+    other = (sound(4.1)[::-1].copy(), RATE)
+    assert llm.transcribe(other, **ALL).response.usage.reused_tokens == 0  # rows of the prompt hear it, too
+
+
+def test_a_text_that_hears_nothing(llm: LLM) -> None:
+    """Its logits are the same token by token, in one prompt, and where all of them are asked for."""
+    ids = expected_speech(NAME)["token_ids"].tolist()[:45]
+
+    def compute(runtime: Any) -> list[np.ndarray]:
+        found, runner = [], runtime._runner.base
+        for first in (0, 44):
+            runner.start(0, ids, first, SamplingValues(), None).wait()
+            found.append(runner.logits(0).copy())
+        runner.stop(0)
+        return found
+
+    whole, last = llm.call(compute).result()
+    np.testing.assert_allclose(whole, last, atol=TOLERANCE)
+    heard = np.take_along_axis(last[None], places(45, len(last))[-1:], axis=1)
+    assert np.abs(heard - expected_speech(NAME)["logits"][44]).max() > 0.1
+
+
+def test_a_stream_writes_on_as_more_is_heard(llm: LLM) -> None:
+    (samples, rate), counts = SPOKEN, list[int]()
+    stream = SpeechStream(llm, rate, **ALL)
+    for first in range(0, len(samples), rate // 2):
+        found = stream.hear(samples[first : first + rate // 2])
+        counts.append(len(written(found)))
+    assert written(stream.finish()) == expected_speech(NAME)["token_ids"].tolist()[PROMPT:]
+    assert (
+        found.text == stream.finish().text
+        and stream._ids[PROMPT:] == written(stream.finish())[: len(stream._ids) - PROMPT]
+    )
+    assert max(counts) <= 7 + 1 + 17  # half a second, and the silence behind it
+    assert stream.most_seconds == 60.08
+    bounded = SpeechStream(llm, rate, max_tokens=4, **ALL)
+    texts = [bounded.hear(samples[first : first + rate]) for first in range(0, 3 * rate, rate)]
+    assert [len(written(each)) for each in texts] == [4] * 3
+    assert len(written(bounded.finish())) == 4 + 12
+
+
+def test_what_it_does_not_do_is_named(llm: LLM) -> None:
+    for asked in ({"language": "en"}, {"prompt": "EdgeLLM"}):
+        with pytest.raises(RequestError, match="takes neither a language nor words to expect"):
+            llm.transcribe(SPOKEN, **asked)
+    with pytest.raises(MediaError, match="hears one at a time"):
+        llm.generate("[STREAMING_PAD][STREAMING_PAD]", audio=[SPOKEN, SPOKEN])
+    with pytest.raises(AudioError, match=r"the sound is 61\.00 seconds long: the most that the context holds are"):
+        llm.transcribe((np.zeros(61 * RATE, np.float32), RATE))
+    with pytest.raises(EngineError, match="hears as it writes: nothing is drafted"):
+        llm.use_drafting(DraftingConfig(kind="suffix")).result()
+    program = EngineShape("decode", 1, 1, 1, 1)
+    with pytest.raises(EngineError, match="cannot be shared by 2 GPUs"):
+        model_program(llm.directory.config, program, (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("config.json", {"downsample_factor": 2}, "downsample_factor is 2, supported is 4"),
+        (
+            "config.json",
+            {"default_num_delay_tokens": 0},
+            "default_num_delay_tokens is 0, expected a whole number from 1",
+        ),
+        ("preprocessor_config.json", {"win_length": 320}, "win_length is 320, supported is 400"),
+        ("preprocessor_config.json", {"global_log_mel_max": 2.0}, "global_log_mel_max is 2.0, supported is 1.5"),
+        ("preprocessor_config.json", {"feature_size": 80}, "its sizes do not fit config.json"),
+    ],
+)
+def test_files_that_are_wrong_are_not_built(tmp_path: Path, name: str, values: dict[str, Any], said: str) -> None:
+    folder = Path(shutil.copytree(CHECKPOINTS[NAME], tmp_path / "copy"))
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(content | values))
+    with pytest.raises(EdgeLLMError, match=said):
+        build_engine_directory(folder, tmp_path / "engines", EngineLimits(2, 32, 400), [])
+        with LLM(tmp_path / "engines", backend="numpy", drafting=None) as opened:
+            opened.transcribe(SPOKEN)
+
+
+def test_a_checkpoint_whose_norms_know_the_delay_stays_as_it_is(tmp_path: Path) -> None:
+    """As one that was written from what is read here; others whose tensors do not fit are refused."""
+    folder = Path(shutil.copytree(CHECKPOINTS[NAME], tmp_path / "copy"))
+    with Checkpoint.open(folder) as published:
+        own = {name: published.raw(name).copy() for name in published.tensors}
+    save_file(own, folder / "model.safetensors")
+    with Checkpoint.open(folder) as again:
+        assert again.tensors.keys() == own.keys()
+        assert all(np.array_equal(again.raw(name), values) for name, values in own.items())
+    published_tensors = load_file(CHECKPOINTS[NAME] / "model.safetensors")
+    (first,) = (name for name in published_tensors if name.endswith("layers.1.ada_rms_norm.linear1.weight"))
+    save_file(published_tensors | {first: published_tensors[first][:, :-1].copy()}, folder / "model.safetensors")
+    with pytest.raises(EdgeLLMError, match=r"unknown: model\.layers\.1\.ada_rms_norm\.linear1"):
+        build_engine_directory(folder, tmp_path / "engines", EngineLimits(2, 32, 400), [])
+
+
+def test_its_tokens_know_which_sound_they_heard() -> None:
+    """KV rows of a text are not those of the same text that heard another sound."""
+    rows: Any = np.zeros((5, 4), np.float32)
+    heard = [PromptMedia((), None, added=MediaEmbeddings(rows, (), digest)) for digest in "ab"]
+    first, second = (each.identities([1, 1, 2]) for each in heard)
+    assert not set(first) & set(second) and first[0] == first[1] != first[2]
+    assert heard[0].followed_by(3) is heard[0]
+
+
+def test_a_request_may_ask_for_fewer_tokens(llm: LLM) -> None:
+    asked = Request.of(prompt="<s>[STREAMING_PAD]", audio=[SPOKEN], temperature=0, max_tokens=5, **ALL)
+    response = llm.submit(asked).result()
+    assert (len(response.token_ids), response.finish_reason) == (5, "length")
