@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from edgellm.drafting.drafter import Choice, Policy, first_fitting
+from edgellm.drafting.drafter import Choice, Policy
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import HostProposals
 from edgellm.drafting.proposed import Drafted, Proposed
@@ -105,7 +105,10 @@ class Learner(Policy):
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
             self.rest = SAMPLE if self.own and self._adaptive and self._ahead else 0
-            return None if begun or self._adaptive else first_fitting(self.own, *step), None
+            if begun or self._adaptive:
+                return None, None
+            ready = (each for each in self.own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
+            return next(ready, None), None
         search = self.searches[ruled]
         is_late = self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
         if ruled and is_late and self._chosen >= search.begins + SAMPLED_EACH:

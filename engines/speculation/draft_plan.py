@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -44,16 +44,17 @@ class DraftPlan:
     deep, come with each round, and no draft model proposes. Build one with `tree`, `chain`, `choices_plan` or `given`.
     """
 
-    kind: str
+    # Plans are looked up several times in each step: three numbers are hashed, and the same in all processes.
+    kind: str = field(hash=False)
     top_k: int
     steps: int
     tree_size: int
-    choices: tuple[Choice, ...] = ()
-    sampled: bool = False
-    acceptance: str = "exact"
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
-    built_top_k: int = 0
+    choices: tuple[Choice, ...] = field(default=(), hash=False)
+    sampled: bool = field(default=False, hash=False)
+    acceptance: str = field(default="exact", hash=False)
+    posterior_threshold: float = field(default=0.09, hash=False)
+    posterior_alpha: float = field(default=0.3, hash=False)
+    built_top_k: int = field(default=0, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in (*KINDS, GIVEN):
@@ -83,14 +84,6 @@ class DraftPlan:
             raise EngineError(f"only a chain can be sampled from the draft's distribution, not a {self.kind}")
         if self.sampled and self.acceptance != "exact":
             raise EngineError("a sampled chain has its own exact test: typical acceptance does not apply to it")
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Kept, as plans are looked up several times in each step; of numbers, which are the same in all processes."""
-        return hash((self.top_k, self.steps, self.tree_size))
 
     @cached_property
     def is_static(self) -> bool:
