@@ -19,13 +19,14 @@ from edgellm.errors import shown
 
 
 class _GivenOnce:
-    """A command that takes the value of an option once, unless the option may be repeated."""
+    """A command that takes one model: of other options that are given twice the last one counts, as in a script that
+    adds its own behind a user's."""
 
     def make_parser(self, ctx: Any) -> Any:
         """As click makes it, but that of two values neither is forgotten: typer.BadParameter names both."""
         parser = super().make_parser(ctx)  # type: ignore[misc]
         for name, each in {**parser._short_opt, **parser._long_opt}.items():
-            if each.action == "store":
+            if each.action == "store" and each.dest == "model":
                 each.process = partial(_store, name, each)
         return parser
 

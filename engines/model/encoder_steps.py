@@ -27,7 +27,7 @@ class EncoderAttention(Step):
     mask: str | None = field(default=None, metadata=READS)
     rotary: str | None = field(default=None, metadata=READS)
     qk_norms: tuple[Norm, Norm] | None = field(default=None, metadata=ADDED_LATER)
-    past: int = field(default=0, metadata=ADDED_LATER)
+    past: int = field(default=0, metadata=ADDED_LATER, repr=False)
 
 
 @dataclass(frozen=True)

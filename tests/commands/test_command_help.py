@@ -45,12 +45,12 @@ def help_of(*command: str, **environment: str) -> str:
     ("asked", "message"),
     [
         (("serve", "-m", "A", "--model=B"), "--model: 'A' and 'B' are given: give one of them"),
-        (("cache", "build", "--folder", "A", "--folder", "B"), "--folder: 'A' and 'B' are given"),
-        (("--log-level", "info", "--log-level", "debug", "list"), "--log-level: 'info' and 'debug' are given"),
-        (("serve", "--allowed-host", "a", "--allowed-host", "b", "--port", "c"), "'--port': 'c'"),
+        (("serve", "--allowed-host", "a", "--allowed-host", "b", "--port", "1", "--port", "c"), "'--port': 'c'"),
     ],
 )
-def test_an_option_of_one_value_is_given_once(edgellm: Edgellm, asked: tuple[str, ...], message: str) -> None:
+def test_one_model_is_given_once_and_of_other_options_the_last_counts(
+    edgellm: Edgellm, asked: tuple[str, ...], message: str
+) -> None:
     code, out, err = edgellm(*asked)
     assert (code, out) == (2, "") and message in err
 

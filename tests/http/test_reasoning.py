@@ -92,7 +92,7 @@ def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
 
     def made(kind: Any, stream: bool) -> tuple[Any, AnswerReader]:
         reader = AnswerReader(tokenizer, OutputText(tokenizer.detokenizer()), reasoning_marks(tokenizer), "undecided")
-        return kind(ParsedRequest((request,), "m", stream), tokenizer, [reader]), reader
+        return kind(ParsedRequest((request,), "m", stream), tokenizer, [reader], []), reader
 
     writer, reader = made(ChatWriter, False)
     found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
@@ -130,7 +130,7 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     answer = OutputText(tokenizer.detokenizer(shown_ids=shown), calls=calls)
     reader = AnswerReader(tokenizer, answer, marks, "undecided", shown)
     request = Request(messages=[{"role": "user", "content": "x"}], params=SamplingParams())
-    writer = ResponseWriter(ParsedRequest((request,), "m", True, shows_reasoning=True), tokenizer, [reader])
+    writer = ResponseWriter(ParsedRequest((request,), "m", True, shows_reasoning=True), tokenizer, [reader], [])
     pieces, events = [], b"".join(writer.begin())
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
@@ -171,7 +171,7 @@ def test_log_probabilities_of_tokens_without_text_are_streamed(tokenizer: Tokeni
 
     def made(stream: bool) -> tuple[ResponseWriter, AnswerReader]:
         reader = AnswerReader(tokenizer, OutputText(tokenizer.detokenizer()), None, "closed")
-        return ResponseWriter(ParsedRequest((request,), "m", stream), tokenizer, [reader]), reader
+        return ResponseWriter(ParsedRequest((request,), "m", stream), tokenizer, [reader], []), reader
 
     def listed(output: Any) -> list[Any]:
         return output[0]["content"][0]["logprobs"]
@@ -204,7 +204,7 @@ def test_arguments_that_json_cannot_hold_are_sent_as_what_is_nearest(
     reader = AnswerReader(tokenizer, OutputText(tokenizer.detokenizer()), None, "closed")
     piece = Piece(calls=all_deltas(response.tool_calls))
     for kind in (MessageWriter, ChatLineWriter):
-        writer = kind(ParsedRequest((request,), "m"), tokenizer, [reader])
+        writer = kind(ParsedRequest((request,), "m"), tokenizer, [reader], [])
         sent = json.loads(JSONResponse(writer.whole([piece], [response])).body)
         assert json.dumps(told) in json.dumps(sent) and call.parsed == told
 
@@ -213,7 +213,7 @@ def blocks_of(
     tokenizer: Tokenizer, request: Request, reader: AnswerReader, pieces: list[Piece], response: Response
 ) -> list[tuple[str, str]]:
     """The blocks of a stream of `/v1/messages`: each begins, has deltas of its own kind, and ends before the next."""
-    writer = MessageWriter(ParsedRequest((request,), "m", True), tokenizer, [reader])
+    writer = MessageWriter(ParsedRequest((request,), "m", True), tokenizer, [reader], [])
     parts = [*(each for piece in pieces for each in writer.piece(0, piece)), *writer.ended(0, response)]
     blocks: list[tuple[str, str]] = []
     is_open = False

@@ -38,7 +38,9 @@ from random_checkpoint import SHAPES, write_checkpoint
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import FAMILIES
-from edgellm.engines.families.audio_encoders import _read_conformer, _read_transformer, audio_weights
+from edgellm.engines.families.audio_encoders import _read_transformer, audio_weights
+from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.gemma4_audio import read_gemma4_audio
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
@@ -84,7 +86,10 @@ def model_config(family: str, layers: int | None) -> tuple[dict[str, Any], Audio
         "tie_word_embeddings": family != "voxtral",
         "eos_token_id": 257,
     }
-    read: Any = _read_conformer if family == "gemma4" else _read_transformer
+    if family == "gemma4":
+        prefixes = "model.audio_tower.", "model.embed_audio."
+        return config, read_gemma4_audio(ConfigFields(config, None, "gemma4"), prefixes)
+    read: Any = _read_transformer
     return config, read(SimpleNamespace(config=config, tensors=()))
 
 

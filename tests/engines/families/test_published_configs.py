@@ -67,5 +67,6 @@ def test_what_a_class_has_by_itself(family: str) -> None:
 
 
 def test_the_table_has_every_family_and_many_models() -> None:
-    assert TABLE["defaults"].keys() == FAMILIES.keys() - {"minicpm"}  # whose class ships with its checkpoints
+    # MiniCPM's class ships with its checkpoints; Voxtral Realtime's file is compared as a model (tests/speech).
+    assert TABLE["defaults"].keys() == FAMILIES.keys() - {"minicpm", "voxtral_realtime"}
     assert len(TABLE["published"]) >= 60 and len({**TABLE["published"], **PUBLISHED}) >= 105
