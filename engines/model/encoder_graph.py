@@ -5,18 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 from edgellm.engines.model import encoder_steps
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.operations import Scoring, Tensor
+from edgellm.engines.model.operations import Operations, Scoring, Tensor
+from edgellm.engines.model.steps import Norm
 
 #: Scores of attention that are held at a time, in elements: beyond it queries are taken in blocks. At 4,096 patches and
 #: 16 heads all of them would be a gigabyte.
 _MOST_SCORES = 1 << 26
 
 
-def _attention(graph: Any, step: encoder_steps.EncoderAttention) -> Tensor:
+class Running(Protocol[Tensor]):
+    """What of a `ProgramGraph` computes steps."""
+
+    operations: Operations[Tensor]
+    values: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    to_residual: Callable[[Tensor], Tensor]
+
+    def normed_parts(self, x: Tensor, norms: tuple[Norm, ...], rest: int = 0) -> Tensor:
+        """See `ProgramGraph.normed_parts`."""
+
+
+def _attention(graph: Running[Tensor], step: encoder_steps.EncoderAttention) -> Tensor:
     operations, given = graph.operations, graph.values
     heads, size = step.heads, step.head_size
     value, rotary, mask = given[step.value], given.get(step.rotary or ""), given.get(step.mask or "")
@@ -46,7 +59,7 @@ def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
     return tuple(min(size, rows - start) for start in range(0, rows, size))
 
 
-def _average_pool(graph: Any, step: encoder_steps.AveragePool) -> Tensor:
+def _average_pool(graph: Running[Tensor], step: encoder_steps.AveragePool) -> Tensor:
     operations, size, width = graph.operations, step.size, step.width
     squares, bands = step.side // size, (step.height or step.side) // size
 
@@ -60,12 +73,12 @@ def _average_pool(graph: Any, step: encoder_steps.AveragePool) -> Tensor:
     return operations.to_compute(mean)
 
 
-def _prepend(graph: Any, step: encoder_steps.Prepend) -> Tensor:
+def _prepend(graph: Running[Tensor], step: encoder_steps.Prepend) -> Tensor:
     row = graph.operations.reshape(graph.weights[step.row.name], (1, 1, *step.row.shape))
     return graph.operations.concatenate((row, graph.values[step.value]), axis=1)
 
 
-def _scaled_residual(graph: Any, step: encoder_steps.ScaledResidual) -> Tensor:
+def _scaled_residual(graph: Running[Tensor], step: encoder_steps.ScaledResidual) -> Tensor:
     operations, (width,) = graph.operations, step.weight.shape
     weight = operations.reshape(operations.to_float32(graph.weights[step.weight.name]), (1, 1, width))
     added = operations.multiply(operations.to_float32(graph.values[step.value]), weight)
@@ -73,30 +86,30 @@ def _scaled_residual(graph: Any, step: encoder_steps.ScaledResidual) -> Tensor:
     return operations.add(residual, graph.to_residual(added))
 
 
-def _product(graph: Any, step: encoder_steps.Product) -> Tensor:
+def _product(graph: Running[Tensor], step: encoder_steps.Product) -> Tensor:
     operations = graph.operations
     product = operations.product(graph.values[step.value], graph.weights[step.weight.name])
     return operations.to_compute(operations.scale(product, step.scale))
 
 
-def _clipped(graph: Any, value: str, bounds: WeightSpec) -> Tensor:
+def _clipped(graph: Running[Tensor], value: str, bounds: WeightSpec) -> Tensor:
     operations = graph.operations
     low, high = operations.split(operations.to_float32(graph.weights[bounds.name]), (1, 1), axis=0)
     low, high = (operations.reshape(each, (1, 1, 1)) for each in (low, high))
     return operations.to_compute(operations.clip(operations.to_float32(graph.values[value]), low, high))
 
 
-def _clip(graph: Any, step: encoder_steps.Clip) -> Tensor:
+def _clip(graph: Running[Tensor], step: encoder_steps.Clip) -> Tensor:
     parts = [_clipped(graph, value, bounds) for value, bounds in step.parts]
     return graph.operations.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
 
 
-def _clipped_gate(graph: Any, step: encoder_steps.ClippedGate) -> Tensor:
+def _clipped_gate(graph: Running[Tensor], step: encoder_steps.ClippedGate) -> Tensor:
     gate, value = (_clipped(graph, *each) for each in zip((step.gate, step.value), step.bounds, strict=True))
     return graph.operations.multiply(graph.operations.activation(gate, step.activation), value)
 
 
-def _normed_heads(graph: Any, step: encoder_steps.NormedHeads) -> Tensor:
+def _normed_heads(graph: Running[Tensor], step: encoder_steps.NormedHeads) -> Tensor:
     operations, heads, size = graph.operations, step.heads, step.head_size
     parts = operations.split(operations.split_heads(graph.values[step.value], 3 * heads), (heads,) * 3, axis=1)
     turned = []
@@ -109,7 +122,7 @@ def _normed_heads(graph: Any, step: encoder_steps.NormedHeads) -> Tensor:
     return operations.merge_heads(operations.concatenate([*turned, values], axis=1))
 
 
-def _standard_norm(graph: Any, step: encoder_steps.StandardNorm) -> Tensor:
+def _standard_norm(graph: Running[Tensor], step: encoder_steps.StandardNorm) -> Tensor:
     operations = graph.operations
     value = operations.scale(operations.to_float32(graph.values[step.value]), step.factor)
     if step.standard is not None:
@@ -121,20 +134,20 @@ def _standard_norm(graph: Any, step: encoder_steps.StandardNorm) -> Tensor:
     return operations.to_compute(operations.rms_norm(value, None, step.epsilon))
 
 
-def _centered_norm(graph: Any, step: encoder_steps.CenteredNorm) -> Tensor:
+def _centered_norm(graph: Running[Tensor], step: encoder_steps.CenteredNorm) -> Tensor:
     operations, weight = graph.operations, graph.weights[step.weight.name]
     normed = operations.layer_norm(graph.values[step.value], weight, operations.scale(weight, 0.0), step.epsilon)
     positive = operations.activation(normed, "relu")
     return positive if step.mask is None else operations.multiply(positive, graph.values[step.mask])
 
 
-def _normed_residual(graph: Any, step: encoder_steps.NormedResidual) -> Tensor:
+def _normed_residual(graph: Running[Tensor], step: encoder_steps.NormedResidual) -> Tensor:
     normed = graph.to_residual(graph.normed_parts(graph.values[step.value], (step.norm,)))
     added = normed if step.share == 1.0 else graph.operations.scale(normed, step.share)
     return graph.operations.add(graph.to_residual(graph.values[step.residual]), added)
 
 
-def _gated_convolution(graph: Any, step: encoder_steps.GatedConvolution) -> Tensor:
+def _gated_convolution(graph: Running[Tensor], step: encoder_steps.GatedConvolution) -> Tensor:
     operations, width = graph.operations, step.weight.shape[0]
     first, second = operations.split(graph.values[step.value], (width,) * 2, axis=2)
     gated = operations.multiply(first, operations.activation(second, "sigmoid"))
