@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.drafting.acceptance import DraftingTally
-from edgellm.drafting.proposed import Said
+from edgellm.drafting.proposals import Said
 from edgellm.engines.runners.media import PromptMedia, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import TokenConstraint, fill_tree_masks

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from edgellm.drafting.proposed import Proposed
+from edgellm.drafting.proposals import Proposed
 from edgellm.drafting.ratings import Account
 from edgellm.drafting.seconds import CAPTURED, Seconds
 from edgellm.engines.speculation import draft_plan
