@@ -70,7 +70,7 @@ def doctor(given: DoctorOptions) -> None:
     for name, check in _CHECKS:
         try:
             facts["machine"][name] = check()
-        except EdgeLLMError as error:
+        except Exception as error:  # of CUDA's and of packages, too: what is there but does not work is to be said
             facts["machine"][name] = f"not usable: {error}"
         say(f"{name:<12}{facts['machine'][name]}")
     gpu = find_gpu()

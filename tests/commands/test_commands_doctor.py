@@ -70,9 +70,12 @@ def test_a_check_that_fails_is_a_fault_of_the_report(
         raise KernelError("compiling linear failed")
 
     monkeypatch.setattr("edgellm.commands.doctor.teacher_forced_logits", fail)
+    monkeypatch.setattr("edgellm.commands.doctor._CHECKS", [("memory", lambda: 1 // 0)])
     code, out, err = edgellm("doctor", tiny_engines, "--json")
-    (found,) = json.loads(out)["checks"]
+    said = json.loads(out)
+    (found,) = said["checks"]
     assert (code, err, found["ok"], found["text"]) == (1, "", False, "FAILED, KernelError: compiling linear failed")
+    assert said["machine"]["memory"].startswith("not usable: ")
 
 
 def test_all_of_it_as_json(tiny_draft_engines: Path) -> None:
