@@ -146,8 +146,8 @@ def _page(results: Mapping[str, Any]) -> Iterator[str]:
         yield "There is no forecast: it is made for one GPU, of a board that is known."
     yield ""
     yield (
-        f"First token: {1000 * first['seconds']:.1f} ms, the median of plain decoding, for "
-        f"{first['computed_tokens']:g} tokens of the prompt that were computed (the rest was in the KV cache)."
+        f"First token: {1000 * first['seconds']:.1f} ms, the median of plain decoding. Tokens of the prompt that were "
+        f"computed for it: {first['computed_tokens']:g}; the rest was in the KV cache."
     )
     yield from ("", "## Memory", "")
     if results["gpus"] > 1:

@@ -55,7 +55,7 @@ class BuildOptions(ModelOption, RevisionOptions, GPUOption):
         "ORG/NAME or ORG/NAME:FILE.gguf."
     )
     engine_directory: Path | None = argument("The engine directory to make.", metavar="engine_dir")
-    model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
+    model: list[Path] | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
     target: list[str] | None = _target_option(
         "Compile the kernels for this compute capability, on any machine, and build the plans that it needs where "
         "TensorRT can: sm_87 is all its published boards, sm_89:46 a GPU of 46 multiprocessors; may be repeated, or "
@@ -171,7 +171,7 @@ def build(given: BuildOptions) -> None:
     if cuda is not None and not kernels:
         raise typer.BadParameter("--cuda chooses the compiler of kernels: name their GPUs with --target")
     if given.refresh is not None:
-        others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision, given.mmproj, given.revision)
+        others = (checkpoint, engine_dir, draft, given.draft_vocabulary, given.vision, given.mmproj, given.revision)
         if given.no_mtp or given.update or given.lora or any(each is not None for each in others):
             raise typer.BadParameter(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"

@@ -89,8 +89,8 @@ class RemoveOptions(NameOptions):
         return self.files() if self.everything else self.named()
 
 
-class VerifyOptions(RemoveOptions):
-    model: Path | None = option("Also check that it was made for this engine directory.", "--model", "-m")
+class VerifyOptions(RemoveOptions, options.ModelOption):
+    model: list[Path] | None = option("Also check that it was made for this engine directory.", "--model", "-m")
 
 
 def size_in_bytes(text: str) -> int:
@@ -167,19 +167,19 @@ def verify(given: VerifyOptions) -> None:
     from edgellm.snapshots.binding import snapshot_binding
     from edgellm.snapshots.file import check_binding, verify_snapshot
 
-    failed = False
+    failed, model = False, given.chosen_model()
     for item in given.chosen():
         try:
             snapshot = item.opened()
             verify_snapshot(item.path, snapshot)
-            if given.model is not None:
+            if model is not None:
                 found = snapshot.facts.binding
-                directory = EngineDirectory.open(local_directory(given.model)).with_kv_cache(found.kv_cache)
+                directory = EngineDirectory.open(local_directory(model)).with_kv_cache(found.kv_cache)
                 dtype = "float32" if found.backend == "numpy" else directory.dtype
                 kind = found.backend, dtype, found.has_draft, found.adapter
                 expected = snapshot_binding(directory, *kind, executor=found.executor)
                 check_binding(item.path, snapshot, replace(expected, images=found.images))
-            typer.echo(f"{printable(item.path)}: whole{'' if given.model is None else f', and made for {given.model}'}")
+            typer.echo(f"{printable(item.path)}: whole{'' if model is None else f', and made for {model}'}")
         except SnapshotError as error:
             failed = True
             typer.echo(f"{printable(item.path)}: {error.reason}: {printable(error)}")

@@ -30,7 +30,7 @@ from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.engines.model.memory_plan import recurrent_bytes
 from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.errors import CheckpointError, EdgeLLMError, MissingDependencyError, RequestError
+from edgellm.errors import EdgeLLMError, MissingDependencyError, RequestError
 from edgellm.hub.inventory import existing_directory
 from edgellm.kernels.gpu import choose_gpu, find_gpu, reaches, visible_gpus
 from edgellm.kernels.ranks.nccl import NcclLibrary
@@ -70,7 +70,7 @@ def doctor(given: DoctorOptions) -> None:
     for name, check in _CHECKS:
         try:
             facts["machine"][name] = check()
-        except EdgeLLMError as error:
+        except Exception as error:  # of CUDA's and of packages, too: what is there but does not work is to be said
             facts["machine"][name] = f"not usable: {error}"
         say(f"{name:<12}{facts['machine'][name]}")
     gpu = find_gpu()
@@ -123,18 +123,18 @@ def _report(path: Path) -> dict[str, Any]:
 
 
 def _self_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
-    """Every check of the model that this machine can make; those of drafting where the others found no fault."""
+    """Every check of the model that this machine can make; those of drafting where the others found no fault. Whatever
+    fails, CUDA too, is a fault that the report says."""
     agrees = True
     try:
         for found in _logits_checks(directory):
             agrees = agrees and found["ok"] is not False
             yield found
-    except CheckpointError as error:
-        yield checked("weights", False, str(error))
-        return
-    if agrees and directory.draft is not None:
-        for backend in ["numpy"] + (["tensorrt"] if find_gpu() is not None else []):
-            yield _drafting_check(directory, backend)
+        if agrees and directory.draft is not None:
+            for backend in ["numpy"] + (["tensorrt"] if find_gpu() is not None else []):
+                yield _drafting_check(directory, backend)
+    except Exception as error:
+        yield checked("self-check", False, f"FAILED, {type(error).__name__}: {error}")
 
 
 def _gpu() -> str:

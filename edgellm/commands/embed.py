@@ -41,7 +41,7 @@ def embed(given: EmbedOptions) -> None:
     Example: edgellm embed qwen3-embedding "Where is the cup?" --prompt query
     """
     texts = list(given.words or ())
-    if given.model is None:
+    if not given.model:
         if not texts:
             raise typer.BadParameter("missing: name an embedding model", param_hint="ENGINE_DIR")
         given.engine_directory = user_path(texts.pop(0))

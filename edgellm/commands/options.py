@@ -18,7 +18,7 @@ from edgellm.engines.formats.small_files import PROMPT_BYTES, decoded, read_text
 from edgellm.engines.formats.strict_formats import parse_json, parsed_json
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS
 from edgellm.engines.model.limits import KV_CACHES, MOST_GPUS
-from edgellm.errors import RequestError
+from edgellm.errors import RequestError, shown
 from edgellm.sampling_params import checked_value
 from edgellm.text.messages import checked_tools, checked_variables
 
@@ -45,22 +45,25 @@ _MODEL = "Engine directory, GGUF file, or a name on the hub: ORG/NAME or ORG/NAM
 
 
 class ModelOption(Options, panel="Model"):
-    model: Path | None = option(f"{_MODEL} [default: the shipped model].", "--model", "-m")
+    # A list, so that of two neither is forgotten; of other options that are given twice the last one counts, as in a
+    # script that adds its own behind a user's.
+    model: list[Path] | None = option(f"{_MODEL} [default: the shipped model].", "--model", "-m")
     engine_directory: Path | None = None
 
     def chosen_model(self) -> Path | None:
         """The directory that was given, in whichever way; typer.BadParameter where there are two."""
-        if self.engine_directory is not None and self.model is not None:
-            message = f"{self.model} is given beside {self.engine_directory}: give one of them"
-            raise typer.BadParameter(message, param_hint="--model")
-        return self.engine_directory if self.model is None else self.model
+        given = [each for each in (self.engine_directory, *(self.model or ())) if each is not None]
+        if len(given) > 1:
+            both = " and ".join(shown(str(each)) for each in given)
+            raise typer.BadParameter(f"{both} are given: give one of them", param_hint="--model")
+        return given[0] if given else None
 
 
 class ModelOptions(ModelOption, panel="Model"):
     """The engine directory, as an argument or as the option that all commands share."""
 
     engine_directory: Path | None = argument(f"{_MODEL} [default: the shipped model].")
-    model: Path | None = option("The same, in place of the argument.", "--model", "-m")
+    model: list[Path] | None = option("The same, in place of the argument.", "--model", "-m")
 
 
 class RevisionOptions(Options, panel="Models named as on the hub"):

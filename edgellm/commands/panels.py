@@ -8,37 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.commands.options import DRAFT_KINDS, OPTIONAL_KIND
-from edgellm.errors import shown
 
 
-class _GivenOnce:
-    """A command that takes one model: of other options that are given twice the last one counts, as in a script that
-    adds its own behind a user's."""
-
-    def make_parser(self, ctx: Any) -> Any:
-        """As click makes it, but that of two values neither is forgotten: typer.BadParameter names both."""
-        parser = super().make_parser(ctx)  # type: ignore[misc]
-        for name, each in {**parser._short_opt, **parser._long_opt}.items():
-            if each.action == "store" and each.dest == "model":
-                each.process = partial(_store, name, each)
-        return parser
-
-
-def _store(name: str, option: Any, value: Any, state: Any) -> None:
-    if option.dest in state.opts:
-        both = f"{shown(state.opts[option.dest])} and {shown(value)}"
-        raise typer.BadParameter(f"{both} are given: give one of them", param_hint=name)
-    type(option).process(option, value, state)
-
-
-class PanelCommand(_GivenOnce, TyperCommand):
+class PanelCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses as typer does, but `--draft` of `DraftingOptions` takes a kind alone, or stands alone."""
         if any(parameter.metavar == OPTIONAL_KIND for parameter in self.params):
@@ -52,7 +29,7 @@ class PanelCommand(_GivenOnce, TyperCommand):
         _write_panels(_option_rows(self, ctx), formatter)
 
 
-class PanelGroup(_GivenOnce, TyperGroup):
+class PanelGroup(TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows = []
         for name in self.list_commands(ctx):

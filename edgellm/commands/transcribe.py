@@ -53,7 +53,7 @@ def transcribe(given: TranscribeOptions) -> None:
     from edgellm.drafting.config import DraftingConfig
 
     words = list(given.words or ())
-    if given.model is None and words:
+    if words and not given.model:
         given.engine_directory = user_path(words.pop(0))
     if len(words) != 1:
         raise typer.BadParameter("name a model, and a sound or '-'", param_hint="FILE|-")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -142,6 +142,8 @@ class Fields:
         self._left = {name: item for name, item in value.items() if item is not None}
         self._known: dict[str, None] = {}
         self.ignored: list[str] = []
+        #: Fields of messages and their parts that change nothing.
+        self._unread: dict[str, None] = {}
         #: The values of fields that change nothing.
         self.unused: dict[str, Any] = {}
         #: How many images there are, and their pixels.
@@ -181,6 +183,11 @@ class Fields:
         found = {name: value for name in names if (value := self.take(name)) is not None}
         self.unused |= found
         self.ignored += found
+
+    def tell_unread(self, given: Any, read: Collection[str], name: str) -> None:
+        """Report what an object, if it is one, has beside the fields that are `read`; `name` says where it stands."""
+        has = given if isinstance(given, dict) else {}
+        self._unread |= {f"{name}.{key}": None for key in has if key not in read and has[key] not in (None, [])}
 
     def end(self) -> None:
         """HTTPError for what was not taken."""
@@ -318,6 +325,7 @@ class Fields:
         """A part of a message as the engine takes it: text as it is, images, videos and sounds as bytes."""
         kind = media_kind(part)
         if kind is None:
+            self.tell_unread(part, ("type", "text"), f"{param}.content")
             return part
         if kind in ("audio", "video"):
             data = file_of_part(part, kind, what, param)
@@ -327,8 +335,7 @@ class Fields:
         else:
             data, pixels, has_detail = image_of_part(part, what, param, self.model.image_pixels)
             self.images, self.pixels = self.images + 1, self.pixels + pixels
-            if has_detail and "image_url.detail" not in self.ignored:
-                self.ignored.append("image_url.detail")
+            self._unread |= {"image_url.detail": None} if has_detail else {}
         return {"type": kind, kind: data}
 
     def parsed(self, named: Mapping[str, str], request: Mapping[str, Any], **more: Any) -> ParsedRequest:
@@ -339,7 +346,7 @@ class Fields:
             found = Request(**request)
         except RequestError as error:
             raise http_error(error, names) from error
-        about: dict[str, Any] = {"ignored": tuple(self.ignored), "fields": names, "pixels": self.pixels}
+        about: dict[str, Any] = {"ignored": (*self.ignored, *self._unread), "fields": names, "pixels": self.pixels}
         return ParsedRequest((found,), self.name, self.stream, self.include_usage, **about, **more)
 
 

@@ -25,6 +25,11 @@ _NONE = KeptResponses()
 _ROLES = ("user", "assistant", "system", "developer")
 #: Types of tools that a server would run itself.
 _SEARCHES = ("web_search", "web_search_preview")
+#: What is read of items of an input, and what clients hand back of an output's.
+_READ = (
+    *("type", "id", "status", "role", "content", "encrypted_content"),
+    *("call_id", "name", "namespace", "arguments", "output"),
+)
 #: Fields of a response that are null, or are not yet known.
 _NEVER_OR_LATER = ("completed_at", "error", "incomplete_details", "max_tool_calls", "usage")
 #: What a function of a request's has where it does not say it.
@@ -71,6 +76,8 @@ def response_request(body: bytes, model: ServedModel, kept: KeptResponses = _NON
     request["template_variables"] = fields.thinking(reasoning.get("effort"), "reasoning.effort")
     instructions = fields.take("instructions", str)
     given = fields.take("input")
+    for item in given if isinstance(given, list) else ():
+        fields.tell_unread(item, _READ, "input")
     request["messages"] = fields.with_images(input_messages(given, instructions, earlier.items), "input")
     fields.end()
     echoed = {"instructions": instructions, "metadata": metadata or {}, "text": text or {"format": {"type": "text"}}}
@@ -201,7 +208,7 @@ def _parts(content: Any, what: str) -> Any:
     """Text, or a list of parts, images, sounds and videos among them, as messages have it."""
     if not isinstance(content, list):
         return _texts(content, what)
-    return [part if media_kind(part) else {"type": "text", "text": _text(part, what)} for part in content]
+    return [part if media_kind(part) else {"text": _text(part, what), **part, "type": "text"} for part in content]
 
 
 def _texts(parts: Any, what: str) -> str:

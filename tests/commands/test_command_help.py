@@ -45,6 +45,8 @@ def help_of(*command: str, **environment: str) -> str:
     ("asked", "message"),
     [
         (("serve", "-m", "A", "--model=B"), "--model: 'A' and 'B' are given: give one of them"),
+        (("info", "A", "-m", "B"), "--model: 'A' and 'B' are given: give one of them"),
+        (("cache", "verify", "--all", "-m", "A", "-m", "B"), "--model: 'A' and 'B' are given: give one of them"),
         (("serve", "--allowed-host", "a", "--allowed-host", "b", "--port", "1", "--port", "c"), "'--port': 'c'"),
     ],
 )

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import Edgellm
 from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.errors import KernelError
 from edgellm.kernels.gpu import find_gpu
 from tools.demo_model.describe import describe_in_place
 
@@ -59,6 +61,21 @@ def test_weights_that_compute_nonsense_are_found(tiny_checkpoint: Path, tmp_path
     said = json.loads(result.stdout)
     assert (result.returncode, said["ok"], said["checks"][0]["ok"]) == (1, False, False)
     assert "expected finite numbers" in said["checks"][0]["text"]
+
+
+def test_a_check_that_fails_is_a_fault_of_the_report(
+    edgellm: Edgellm, tiny_engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise KernelError("compiling linear failed")
+
+    monkeypatch.setattr("edgellm.commands.doctor.teacher_forced_logits", fail)
+    monkeypatch.setattr("edgellm.commands.doctor._CHECKS", [("memory", lambda: 1 // 0)])
+    code, out, err = edgellm("doctor", tiny_engines, "--json")
+    said = json.loads(out)
+    (found,) = said["checks"]
+    assert (code, err, found["ok"], found["text"]) == (1, "", False, "FAILED, KernelError: compiling linear failed")
+    assert said["machine"]["memory"].startswith("not usable: ")
 
 
 def test_all_of_it_as_json(tiny_draft_engines: Path) -> None:
