@@ -98,15 +98,17 @@ WEIGHTS = {
 
 
 def needs(context: int = CONTEXT) -> dict[tuple[str, str], Need]:
-    """What each model takes with so many tokens of context, by its name and how its weights are stored."""
+    """What each model that was made for so many tokens of context takes, by its name and how its weights are stored."""
     published = {name: _text_config(architecture, sizes) for name, (architecture, sizes) in _DENSE.items()}
     published |= {name: MODELS[name] for name in OTHERS}
     published |= {name: _multimodal_config(sizes) for name, sizes in _MULTIMODAL.items()}
+    models = {name: (values, decoder_config(dict(values))) for name, values in published.items()}
     return {
         (name, stored): _need(values, weights, context)
-        for name, values in published.items()
+        for name, (values, config) in models.items()
         for stored, weights in WEIGHTS.items()
-        if weights.head == "as-published" or not decoder_config(dict(values)).tie_word_embeddings  # else it stays
+        if context <= config.max_position_embeddings
+        and (weights.head == "as-published" or not config.tie_word_embeddings)  # else it stays
     }
 
 
