@@ -75,20 +75,16 @@ def chosen_format(asked: str, base: WeightFormat | None, columns: int, dtype: st
     """The format of a draft's weights that is `asked`, one of `DRAFT_WEIGHTS`, beside a base whose layers are `base`
     (None: dense), where `columns` divide all rows; None: as published.
 
-    "auto" is the nearer of 8 and 4 bits, of 6 the former, and as published beside a dense base. Groups of 4 bits are
-    the base's where it has such, else the largest that divide. Raises BuildError where none does.
+    "auto" is 8 bits, and as published beside a dense base. Groups of 4 bits are the base's where it has such, else the
+    largest that divide. Raises BuildError where none does.
     """
-    # With the shipped model's EAGLE-3 head 4 bits lose up to 1.2 % of the tokens of a round, 8 bits up to 0.2 %
-    # (tools/bench/results/2026-11-28-cpu-draft-weights.md). Were it more than 2 %, auto would take 8 bits: the draft is
-    # the smaller part of what a round reads, and a token that it misses costs its share of all of that.
-    is_free = asked == DRAFT_WEIGHTS[0]
-    if is_free:
-        asked = HEADS[0] if base is None else "int4" if base.bits < 6 else "int8"
+    # Of a published model's own head 4 bits lose 3 to 5 % of the tokens of a round, more than the 2 % that may be lost,
+    # 8 bits none, and were faster on a GPU (tools/bench/results/2026-11-29-h200-head-training.md).
+    if asked == DRAFT_WEIGHTS[0]:
+        asked = HEADS[0] if base is None else "int8"
     try:
         format = head_format(asked, columns, dtype)
     except ValueError as error:
-        if is_free:
-            return head_format("int8", columns, dtype)
         raise BuildError(f"--draft-weights is {asked}, but {error}: take int8") from None
     if format is not None and format.group and base is not None and base.group in HEAD_GROUPS:
         return replace(format, group=base.group) if columns % base.group == 0 else format
