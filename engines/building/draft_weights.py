@@ -37,8 +37,8 @@ def with_packed_draft(
     `DRAFT_WEIGHTS`, for engines that compute in `dtype`; they are written into the engine directory `folder`.
 
     What chooses among experts stays as it is, as in models. A draft that was published packed stays as it is.
-    `progress` gets rows done and in all. Raises OSError, CheckpointError, and BuildError where there is nothing to pack,
-    or no group of columns divides the rows.
+    `progress` gets rows done and in all. Raises OSError, CheckpointError, and BuildError where there is nothing to
+    pack, or no group of columns divides the rows.
     """
     draft = inputs.draft
     if draft is None:
