@@ -112,7 +112,7 @@ class BuildOptions(ModelOption, RevisionOptions, GPUOption):
         metavar="FILE",
     )
     draft_weights: str = _draft_option(
-        "Pack the draft's layer and the head that is its own; auto: as the model's layers are packed.",
+        "Pack the draft's layer and the head that is its own; auto: int8 beside packed layers.",
         default=DRAFT_WEIGHTS[0],
         choices=DRAFT_WEIGHTS,
     )

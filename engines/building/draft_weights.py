@@ -16,9 +16,10 @@ from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import check_space
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, DRAFT_WEIGHTS, HEADS, MTP, DraftConfig
 from edgellm.engines.model.decoder import HEAD_GROUPS, as_published, decoder_weights, head_format, head_weight_name
-from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
+from edgellm.engines.model.draft_decoder import MAPPING, draft_program, draft_weights
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.quantizer.heads import packed_head
-from edgellm.engines.quantizer.layers import packed_linears
+from edgellm.engines.quantizer.layers import packed_linears, router_modules
 from edgellm.engines.quantizer.written_layout import (
     StoredTensor,
     StreamedTensor,
@@ -35,8 +36,9 @@ def with_packed_draft(
     """The same with the draft's linear layers, and the head that is its own, packed as `asked`, one of
     `DRAFT_WEIGHTS`, for engines that compute in `dtype`; they are written into the engine directory `folder`.
 
-    A draft that was published packed stays as it is. `progress` gets rows done and in all. Raises OSError,
-    CheckpointError, and BuildError where there is nothing to pack, or no group of columns divides the rows.
+    What chooses among experts stays as it is, as in models. A draft that was published packed stays as it is.
+    `progress` gets rows done and in all. Raises OSError, CheckpointError, and BuildError where there is nothing to
+    pack, or no group of columns divides the rows.
     """
     draft = inputs.draft
     if draft is None:
@@ -61,7 +63,8 @@ def with_packed_draft(
         write_tensors(target / PACKED_FILES[1], _tensors(checkpoint, inputs, draft, format, progress))
         # Of a head inside a model, the model's configuration is not repeated.
         said = {} if draft.generation == MTP else checkpoint.config
-        write_json(target / PACKED_FILES[0], said | {"quantization_config": quantization_config(format, [])})
+        settings = quantization_config(format, _routers(draft))
+        write_json(target / PACKED_FILES[0], said | {"quantization_config": settings})
     weights, published_files = (
         {name: path for name, path in files.items() if not name.startswith(f"{DRAFT_FOLDER}/")}
         for files in (inputs.weights, inputs.published)
@@ -73,20 +76,16 @@ def chosen_format(asked: str, base: WeightFormat | None, columns: int, dtype: st
     """The format of a draft's weights that is `asked`, one of `DRAFT_WEIGHTS`, beside a base whose layers are `base`
     (None: dense), where `columns` divide all rows; None: as published.
 
-    "auto" is the nearer of 8 and 4 bits, of 6 the former, and as published beside a dense base. Groups of 4 bits are
-    the base's where it has such, else the largest that divide. Raises BuildError where none does.
+    "auto" is 8 bits, and as published beside a dense base. Groups of 4 bits are the base's where it has such, else the
+    largest that divide. Raises BuildError where none does.
     """
-    # With the shipped model's EAGLE-3 head 4 bits lose up to 1.2 % of the tokens of a round, 8 bits up to 0.2 %
-    # (tools/bench/results/2026-11-28-cpu-draft-weights.md). Were it more than 2 %, auto would take 8 bits: the draft is
-    # the smaller part of what a round reads, and a token that it misses costs its share of all of that.
-    is_free = asked == DRAFT_WEIGHTS[0]
-    if is_free:
-        asked = HEADS[0] if base is None else "int4" if base.bits < 6 else "int8"
+    # Of a published model's own head 4 bits lose 3 to 5 % of the tokens of a round, more than the 2 % that may be lost,
+    # 8 bits none, and were faster on a GPU (tools/bench/results/2026-11-29-h200-head-training.md).
+    if asked == DRAFT_WEIGHTS[0]:
+        asked = HEADS[0] if base is None else "int8"
     try:
         format = head_format(asked, columns, dtype)
     except ValueError as error:
-        if is_free:
-            return head_format("int8", columns, dtype)
         raise BuildError(f"--draft-weights is {asked}, but {error}: take int8") from None
     if format is not None and format.group and base is not None and base.group in HEAD_GROUPS:
         return replace(format, group=base.group) if columns % base.group == 0 else format
@@ -104,10 +103,15 @@ def _layers_format(inputs: BuildInputs) -> WeightFormat | None:
     return counts.most_common(1)[0][0]
 
 
+def _routers(draft: DraftConfig) -> list[str]:
+    return router_modules(draft_program(draft, EngineShape("propose", 1, 1, 1, 1, model="draft")))
+
+
 def _matrices(draft: DraftConfig) -> dict[str, tuple[int, int]]:
-    """The shapes of a draft's weights of two dimensions by their published names, without those of its base."""
+    """The shapes of a draft's weights of two dimensions by their published names, without those of its base and those
+    that choose among experts."""
     parts = [part for spec in draft_weights(draft) for part in spec.parts]
-    others = {DRAFT_HEAD} if draft.generation == MTP else set()
+    others = {f"{module}.weight" for module in _routers(draft)} | ({DRAFT_HEAD} if draft.generation == MTP else set())
     return {name: (shape[0], shape[1]) for name, shape in parts if len(shape) == 2 and name not in others}
 
 

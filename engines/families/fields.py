@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -200,6 +201,12 @@ class ConfigFields:
             if value is not None and value not in neutral and key not in self._known:
                 feature = f" ({_FEATURES[key]})" if key in _FEATURES else ""
                 self.unsupported.append(f"{key} is {as_json(value)}{feature}, which is not supported")
+
+    def refuse_unknown(self, names: re.Pattern[str]) -> None:
+        """Note each field with such a name that is set, and that nobody reads or ignores."""
+        for key, value in self.values.items():
+            if value and names.search(key) and key not in self._known and key not in _NEUTRAL_VALUES:
+                self.refuse(key, value, "which is not known of this family")
 
     def take_rotary(self, name: str) -> Any:
         """A parameter of the rotary embedding, which is then no longer there for `read_rope`; None where it is not."""

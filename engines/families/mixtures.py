@@ -3,6 +3,7 @@ Granite 4, LFM2-MoE, gpt-oss, Qwen3.5-MoE, Qwen3-VL-MoE, Nemotron-H."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -14,22 +15,29 @@ from edgellm.engines.families.qwen import QWEN3_VL_DEFAULTS, read_qwen3_vl
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_EXPERTS, DecoderConfig, Mixture
 
+#: Fields of a mixture, but for those that say how one is trained or run, not what it computes.
+_OF_EXPERTS = re.compile(r"(?!.*(loss|jitter|overlap|output_router_logits)).*(expert|router|moe|topk|scor)")
+
 
 def read_mixture(fields: ConfigFields, size: str, usual: int, **own: Any) -> Mixture:
     """How many experts there are (`usual` where the file does not say), how many of them a token goes through, and how
-    large they are, which is in the field `size`; problems are noted in `fields`. `own` is what else the family says of
-    its `Mixture`."""
+    large they are, which is in the field `size`; problems are noted in `fields`, unknown fields among them. `own` is
+    what else the family says of its `Mixture`, and has read."""
     names = "num_experts", "n_routed_experts", "num_local_experts"
     key = next((name for name in names if fields.values.get(name) is not None), names[-1])
     count = fields.size(key, usual, LARGEST_EXPERTS)
     for other in names:
         if count and fields.values.get(other) not in (None, count):
             fields.expect(other, fields.values[other], f"{count}, as {key} says")
-    fields.ignore(*names)
+    fields.ignore(*names, "moe_intermediate_size")  # GGUF files say it of every mixture
     chosen = fields.size("num_experts_per_tok", largest=LARGEST_EXPERTS)
     if chosen > count > 0:
         fields.wrong.append(f"num_experts_per_tok is {chosen}, but there are {count} experts")
-    return Mixture(count, chosen, fields.size(size), **own)
+    if "normalized" not in own and not fields.switch("norm_topk_prob", True):
+        fields.refuse("norm_topk_prob", False, "supported is true, as the family always normalizes")
+    mixture = Mixture(count, chosen, fields.size(size), **own)
+    fields.refuse_unknown(_OF_EXPERTS)
+    return mixture
 
 
 def _read_qwen3_moe(
@@ -228,7 +236,9 @@ def LFM2_MOE(fields: ConfigFields) -> DecoderConfig:
 def GPT_OSS(fields: ConfigFields) -> DecoderConfig:
     """Attention with sinks and biases, within a window in every other layer, the first included; experts with biases
     and an activation of their own (`Mixture.limit`)."""
-    fields.ignore("swiglu_alpha")
+    fields.ignore("swiglu_alpha", "experts_per_token")
+    if fields.values.get("experts_per_token") not in (None, count := fields.values.get("num_experts_per_tok")):
+        fields.expect("experts_per_token", fields.values["experts_per_token"], f"{count}, as num_experts_per_tok says")
     alpha = fields.values.get("swiglu_alpha")
     if alpha not in (None, 1.702):
         fields.refuse("swiglu_alpha", alpha, "supported is 1.702")

@@ -21,7 +21,7 @@ LARGEST_IMAGE_TOKENS = 1 << 16
 
 #: What a model's head may be: as it was published, or packed when the engine directory was built.
 HEADS = ("as-published", "int8", "int4")
-#: What is asked for a draft's linear layers and its own head: "auto" is as the base's layers are.
+#: What is asked for a draft's linear layers and its own head: "auto" is int8 beside packed layers.
 DRAFT_WEIGHTS = ("auto", *HEADS)
 #: What mixes the tokens of a layer, as `DecoderConfig.layer_kinds` has it; of the last kind nothing does.
 LAYER_KINDS = ("attention", "window", "convolution", "delta", "mamba", "mlp")

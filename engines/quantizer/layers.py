@@ -42,12 +42,17 @@ def linears(program: Program, experts: int | None = None) -> list[Linear]:
     return found
 
 
+def router_modules(program: Program) -> list[str]:
+    """The modules, by their published names, that choose experts or weigh one for all tokens; they stay dense."""
+    layers = [each for step in program.mixtures for each in (step.router, *step.shared[2:])]
+    return [linear.weight.parts[0][0].removesuffix(".weight") for linear in layers]
+
+
 def router_patterns(config: DecoderConfig) -> list[str]:
-    """Patterns, as compressed-tensors matches them, of what chooses experts and stays dense."""
+    """Patterns of these, as compressed-tensors matches them, of all layers of a model."""
     programs = (layer_program(config, index, 1) for index in range(config.num_layers))
-    layers = [each for own in programs for step in own.mixtures for each in (step.router, *step.shared[2:])]
-    modules = (linear.weight.parts[0][0].removesuffix(".weight") for linear in layers)
-    return [f"re:.*{each}$" for each in dict.fromkeys(name.split(".", 3)[3].replace(".", "[.]") for name in modules)]
+    names = (module.split(".", 3)[3].replace(".", "[.]") for own in programs for module in router_modules(own))
+    return [f"re:.*{each}$" for each in dict.fromkeys(names)]
 
 
 def layer_specs(program: Program) -> list[WeightSpec]:

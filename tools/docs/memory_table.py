@@ -45,8 +45,8 @@ BOARDS = {
 #: board's memory, in GiB.
 TAKEN_BY_THE_SYSTEM = 3
 DTYPE, CONTEXT = "float16", 4096
-#: Of linear layers, where they are packed.
-INT4 = WeightFormat("int4", 128, zeros=False, dtype=DTYPE)
+#: Of linear layers, where they are packed, and of a draft's beside them.
+INT4, INT8 = WeightFormat("int4", 128, zeros=False, dtype=DTYPE), WeightFormat("int8", None, zeros=False, dtype=DTYPE)
 #: As in published EAGLE-3 heads of Llama 3.1 8B.
 DRAFT_VOCABULARY = 32000
 
@@ -81,8 +81,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Weights:
-    """How weights and KV rows are stored: linear layers of the base, and all of the draft, `packed` as `INT4`; the
-    base's `head`."""
+    """How weights and KV rows are stored: linear layers of the base `packed` as `INT4`, all of the draft as `INT8`;
+    the base's `head`."""
 
     packed: bool = False
     head: str = "as-published"
@@ -98,15 +98,17 @@ WEIGHTS = {
 
 
 def needs(context: int = CONTEXT) -> dict[tuple[str, str], Need]:
-    """What each model takes with so many tokens of context, by its name and how its weights are stored."""
+    """What each model that was made for so many tokens of context takes, by its name and how its weights are stored."""
     published = {name: _text_config(architecture, sizes) for name, (architecture, sizes) in _DENSE.items()}
     published |= {name: MODELS[name] for name in OTHERS}
     published |= {name: _multimodal_config(sizes) for name, sizes in _MULTIMODAL.items()}
+    models = {name: (values, decoder_config(dict(values))) for name, values in published.items()}
     return {
         (name, stored): _need(values, weights, context)
-        for name, values in published.items()
+        for name, (values, config) in models.items()
         for stored, weights in WEIGHTS.items()
-        if weights.head == "as-published" or not decoder_config(dict(values)).tie_word_embeddings  # else it stays
+        if context <= config.max_position_embeddings
+        and (weights.head == "as-published" or not config.tie_word_embeddings)  # else it stays
     }
 
 
@@ -160,7 +162,7 @@ def _layouts(models: Mapping[str, DecoderConfig | DraftConfig], packed: bool) ->
         specs = {spec.name: spec.shape for spec in model_weights(config) if len(spec.shape) == 2}
         tables = {name for name in specs if "embed" in name or (name == HEAD and model == "base")}
         names = specs.keys() - tables if packed else set()
-        layouts = {name: DeviceLayout(INT4, *specs[name]) for name in names}
+        layouts = {name: DeviceLayout(INT4 if model == "base" else INT8, *specs[name]) for name in names}
         format = head_format(config.head, config.hidden_size, DTYPE) if isinstance(config, DecoderConfig) else None
         if format is not None:
             layouts[HEAD] = DeviceLayout(format, *specs[HEAD])

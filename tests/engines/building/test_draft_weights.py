@@ -61,46 +61,36 @@ def formats(directory: EngineDirectory) -> set[WeightFormat | None]:
         return {checkpoint.weight_format(*part) for part in parts if len(part[1]) == 2}
 
 
-@pytest.mark.parametrize(
-    ("base", "expected"),
-    [
-        (None, None),
-        (WeightFormat("int8", None, False, "bfloat16"), INT8),
-        (WeightFormat("int8", 32, False, "float16", scaling="float16"), INT8),
-        (WeightFormat("fp8", None, False, "bfloat16"), INT8),
-        (WeightFormat("int6", 16, False, "float16", scaling="levels"), INT8),
-        (WeightFormat("int5", 32, False, "float16", minima=True), INT4),
-        (WeightFormat("fp4", 16, False, "bfloat16"), replace(INT4, group=128)),
-        (WeightFormat("int4", None, True, "float16"), replace(INT4, group=128)),
-        (WeightFormat("int4", 64, True, "float16"), replace(INT4, group=64)),
-    ],
-    ids=str,
-)
-def test_auto_is_the_nearer_of_8_and_4_bits(base: WeightFormat | None, expected: WeightFormat | None) -> None:
-    assert chosen_format("auto", base, 256, "float16") == expected
-    assert chosen_format("as-published", base, 256, "float16") is None
-    assert chosen_format("int8", base, 256, "float16") == INT8
+@pytest.mark.parametrize("base", [("int8", None), ("fp8", None), ("int4", 64), ("fp4", 16), None], ids=str)
+def test_auto_is_8_bits_beside_packed_layers(base: tuple[str, int | None] | None) -> None:
+    layers = None if base is None else WeightFormat(base[0], base[1], False, "float16")
+    assert chosen_format("auto", layers, 256, "float16") == (None if base is None else INT8)
+    assert chosen_format("as-published", layers, 256, "float16") is None
+    assert chosen_format("int8", layers, 256, "float16") == INT8
+    group = base[1] if base == ("int4", 64) else 128
+    assert chosen_format("int4", layers, 256, "float16") == replace(INT4, group=group)
 
 
 def test_rows_that_no_group_divides() -> None:
     wide = WeightFormat("int4", 128, False, "float16")
-    assert chosen_format("auto", wide, 96, "float16") == INT4
+    assert chosen_format("int4", wide, 96, "float16") == INT4
     assert chosen_format("auto", wide, 48, "float16") == INT8
     with pytest.raises(BuildError, match=r"--draft-weights is int4, but rows of 48 columns are no .*: take int8"):
         chosen_format("int4", None, 48, "float16")
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, None)])
-def test_values_are_those_that_quantize_makes_and_auto_follows_the_base(
+def test_values_are_those_that_quantize_makes(
     bits: int, group: int | None, tiny_checkpoint: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:
     options = QuantizationOptions(bits, group, method="rtn")
     for source, name in ((tiny_checkpoint, "base"), (tiny_draft, "draft")):
         quantize_checkpoint(source, tmp_path / name, options)
-    directory = build(tmp_path / "base", tmp_path / "engines", tiny_draft)
+    kind = f"int{bits}"
+    directory = build(tmp_path / "base", tmp_path / "engines", tiny_draft, draft_weights=kind)
     assert formats(directory) == {INT4 if bits == 4 else INT8}
     assert directory.packed_names == {"base", "draft"}
-    asked = build(tiny_checkpoint, tmp_path / "asked", tiny_draft, draft_weights=f"int{bits}", weights="link")
+    asked = build(tiny_checkpoint, tmp_path / "asked", tiny_draft, draft_weights=kind, weights="link")
     assert asked.packed_names == {"draft"} and asked.draft is not None and directory.draft is not None
     assert asked.draft.files == directory.draft.files and not (asked.draft.path / MODEL).is_symlink()
     found, expected = (read_tensors(folder / MODEL) for folder in (asked.draft.path, tmp_path / "draft"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mtp_checkpoints import HEADS, TINY, add_head, edit_tensors, golden_checkpoint, write_index
+from mtp_checkpoints import HEADS, TINY, TINY_NEMOTRON, add_head, edit_tensors, golden_checkpoint, write_index
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
@@ -367,6 +367,21 @@ def test_packed_weights(published: Path, ids_file: Path, tmp_path: Path) -> None
     plain, drafted = answers(target)
     assert plain == drafted
     assert edgellm("info", target, "--verify").exit_code == 0
+
+
+def test_experts_of_a_head_are_packed_and_its_router_is_not(
+    make_checkpoint: Callable[..., Path], ids_file: Path, tmp_path: Path
+) -> None:
+    source, target = add_head(make_checkpoint(tmp_path / "model", **TINY_NEMOTRON)), tmp_path / "engines"
+    build_engine_directory(source, target, LIMITS, [], draft_vocabulary=ids_file, draft_weights="int4")
+    directory = EngineDirectory.open(target, verify=True)
+    assert directory.draft is not None
+    with directory.draft.checkpoint() as own:
+        parts = [part for spec in draft_weights(directory.draft.config) for part in spec.parts if len(part[1]) == 2]
+        dense = [name for name, shape in parts if own.weight_format(name, shape) is None]
+    assert dense == ["mtp.layers.1.mixer.gate.weight"] and sum(".experts." in name for name, _ in parts) == 2 * 8
+    plain, drafted = answers(target)
+    assert plain == drafted
 
 
 def test_a_shortlist_stays_dense_beside_a_packed_head(published: Path, ids_file: Path, tmp_path: Path) -> None:

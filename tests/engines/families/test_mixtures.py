@@ -279,10 +279,15 @@ def test_a_packed_gate_of_the_expert_of_all_tokens_is_dense_on_a_gpu(
     np.testing.assert_array_equal(*found)
 
 
-def test_unknown_slopes_are_refused_by_name() -> None:
+def test_what_gpt_oss_does_not_have_is_refused_by_name() -> None:
     values = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())
-    with pytest.raises(UnsupportedModelError, match=r"swiglu_alpha is 1.5, supported is 1.702"):
-        decoder_config(values | {"swiglu_alpha": 1.5})
+    for changed, problem in (
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5, supported is 1.702"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is false, supported is true"),
+        ({"experts_per_token": 5}, "experts_per_token is 5, expected 2, as num_experts_per_tok says"),
+    ):
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=problem):
+            decoder_config(values | changed)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
@@ -326,12 +331,14 @@ def test_the_plan_counts_no_mapped_experts() -> None:
         ({"topk_method": "noaux_tc"}, 'topk_method is "noaux_tc", which is not supported'),
         ({"score_function": "sigmoid"}, 'score_function is "sigmoid", which is not supported'),
         ({"swiglu_limit": 7.0}, "swiglu_limit is 7.0, which is not supported"),
+        ({"router_logit_softcapping": 30.0}, "router_logit_softcapping is 30.0, which is not known of this family"),
+        ({"use_expert_bias": True}, "use_expert_bias is true, which is not known of this family"),
         ({"num_experts": 4}, "num_local_experts is 6, expected 4, as num_experts says"),
     ],
 )
 def test_configurations_that_are_refused(changed: dict[str, object], problem: str) -> None:
     config = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
-    for same in ({}, {"num_experts": 6}, {"score_function": "softmax"}):
+    for same in ({}, {"num_experts": 6}, {"score_function": "softmax"}, {"router_aux_loss_coef": 0.1}):
         assert decoder_config(config | same).mixture == Mixture(6, 2, 16, dense_layers=(1,))
     with pytest.raises((CheckpointError, UnsupportedModelError)) as raised:
         decoder_config(config | changed)
