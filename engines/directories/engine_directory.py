@@ -118,7 +118,7 @@ class EngineDirectory:
             found = "is not a directory" if path.exists() else "does not exist"
             raise EngineDirectoryError(
                 f"{path} {found}. Expected an engine directory, as edgellm build makes it (edgellm list shows what is "
-                "here), a GGUF file, or a model's name on the hub, ORG/NAME"
+                "here), a GGUF file, or a model's name on the hub, ORG/NAME (with --revision main if ORG is a folder)"
             )
         if not description.exists():
             hint = "edgellm build CHECKPOINT ENGINE_DIR"

@@ -142,7 +142,7 @@ class _Record:
 
 
 def recall_digest(path: Path, section: int | None = None) -> FileDigest | None:
-    """The digest remembered for the file as it now stands (real path, size, modification time, inode), or None.
+    """The digest remembered for the file as it now stands (real path, size, times, inode), or None.
     `section` as for `current_digest`."""
     real = Path(os.path.realpath(path))
     try:
@@ -213,7 +213,8 @@ def current_digest(path: Path, trust_memory: bool = True, section: int | None = 
 
 
 def _identity(path: Path, status: os.stat_result) -> dict[str, int | str]:
-    return {"path": str(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+    times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}  # programs set back the first
+    return {"path": str(path), "size": status.st_size, **times, "inode": status.st_ino}
 
 
 def _names_digest(tensors: Iterable[str]) -> str:

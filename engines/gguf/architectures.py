@@ -324,7 +324,7 @@ _ARCHITECTURES = {
     **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("qwen2", biased=False)),
     **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("qwen3")),
     "qwen35": Architecture("qwen3_5_text", _qwen35, **layer_names.QWEN35),
-    "qwen3moe": Architecture("qwen3_moe", _qwen3moe, constants=_SPARSE),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), Architecture("qwen3_moe", _qwen3moe, constants=_SPARSE)),
     "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **layer_names.QWEN35),
     "olmoe": Architecture("olmoe", lambda metadata, config: _mixture(metadata), constants={"norm_topk_prob": False}),
     "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, naming="granitemoe"),

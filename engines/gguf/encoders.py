@@ -24,7 +24,9 @@ ENCODERS = "clip"
 _MODELS = {
     ("qwen2vl", "qwen2.5vl_merger"): "qwen2_5_vl",
     ("qwen3vl", "qwen3vl_merger"): "qwen3_vl",
+    ("qwen3vlmoe", "qwen3vl_merger"): "qwen3_vl_moe",
     ("qwen35", "qwen3vl_merger"): "qwen3_5",
+    ("qwen35moe", "qwen3vl_merger"): "qwen3_5_moe",
 }
 #: The texts of tokens that a model has for images.
 _TOKENS = {

@@ -17,7 +17,10 @@ from tiny_multimodal import FAMILIES, TEMPLATE
 from tokenizers import Tokenizer
 
 #: By `model_type`, llama.cpp's name of the language model, and what its texts alone are published as.
-_MODELS = {"qwen2_5_vl": ("qwen2vl", "qwen2"), "qwen3_vl": ("qwen3vl", "qwen3"), "qwen3_5": ("qwen35", "qwen3_5_text")}
+_MODELS = {
+    **{"qwen2_5_vl": ("qwen2vl", "qwen2"), "qwen3_vl": ("qwen3vl", "qwen3"), "qwen3_5": ("qwen35", "qwen3_5_text")},
+    **{"qwen3_vl_moe": ("qwen3vlmoe", "qwen3_moe"), "qwen3_5_moe": ("qwen35moe", "qwen3_5_moe_text")},
+}
 MARKERS = {
     "image_token_id": "<|image_pad|>",
     "vision_start_token_id": "<|vision_start|>",

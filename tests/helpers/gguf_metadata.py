@@ -214,5 +214,11 @@ _OWN: dict[str, Callable[[Config, Config], dict[str, Any]]] = {
     **{"gemma2": _gemma2, "gemma3": _gemma3, "gemma4": _gemma4, "phi3": _phi3, "starcoder2": _starcoder2},
     **{"minicpm": _minicpm, "olmo2": _windows, "exaone4": _windows, "lfm2": _lfm2, "lfm2moe": _lfm2_moe},
     **{"granitehybrid": _mamba, "nemotron_h": _nemotron, "nemotron_h_moe": _nemotron_moe},
-    **{"qwen35": _qwen3_5, "qwen35moe": _qwen3_5_moe, "qwen3moe": _experts, "gpt-oss": _gpt_oss},
+    **{
+        "qwen35": _qwen3_5,
+        "qwen35moe": _qwen3_5_moe,
+        "qwen3moe": _experts,
+        "qwen3vlmoe": _experts,
+        "gpt-oss": _gpt_oss,
+    },
 }

@@ -23,7 +23,7 @@ from gguf_encoders import (
 )
 from gguf_writing import NUMBERS, Tensor, random_blocks
 from golden_files import golden_folder
-from golden_images import FOLDER
+from golden_images import FOLDER, GoldenModel, assert_close
 
 from edgellm.engines.building.gguf_folder import checkpoint_folder, draft_folder
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -33,10 +33,13 @@ from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.runners.sampling_state import SamplingValues
 
 DRAFTS = golden_folder("draft")
 CONVERTED = json.loads((golden_folder("mmproj") / "converted.json").read_text())
 MODELS = [name for name in CONVERTED if name != "eagle3"]
+MIXTURES = ["qwen3_vl_moe", "qwen3_5_moe"]
 #: What `tools/goldens/make_mmproj.py` gave the converter.
 PREPROCESSOR = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.5, 0.75, 1.0]}
 #: By our names, gguf-py's.
@@ -91,6 +94,7 @@ def test_the_tests_write_what_the_converter_writes(name: str, tmp_path: Path) ->
     assert_written(encoder_metadata(checkpoint), CONVERTED[name]["metadata"])
 
 
+@pytest.mark.parametrize("name", [*MODELS, *MIXTURES])
 def test_the_encoder_is_what_was_published(name: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path)
     texts, encoder = files_of(checkpoint, tmp_path, fused=name.startswith("qwen2_5"))
@@ -113,6 +117,19 @@ def test_the_encoder_is_what_was_published(name: str, tmp_path: Path) -> None:
         assert {key: processor[key] for key in PREPROCESSOR} == PREPROCESSOR
         fewest, most = (3136, 12845056) if name.startswith("qwen2_5") else (65536, 16777216)
         assert processor["size"] == {"shortest_edge": fewest, "longest_edge": most}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_mixtures_that_take_images_have_the_logits_of_transformers(tmp_path: Path, mixture: str) -> None:
+    golden = GoldenModel(mixture)
+    texts, encoder = files_of(checkpoint_of(mixture, tmp_path), tmp_path)
+    with checkpoint_folder(texts, mmproj=encoder) as folder:
+        with Checkpoint.open(folder) as found:
+            golden.config = decoder_config(found.config, found.generation_config, found.dtype)
+        golden.path = folder
+        runner = golden.runner(EngineLimits(max_batch=1, prefill_chunk=64, kv_capacity=96))
+        runner.start(0, golden.token_ids, 0, SamplingValues(), golden.placed()).wait()
+        assert_close(runner.logits(0), golden.expected["logits"][-1])
 
 
 def test_the_tests_write_a_head_as_the_converter_does() -> None:

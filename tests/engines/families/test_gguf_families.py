@@ -410,11 +410,14 @@ def test_q_k_and_v_that_were_written_as_one(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(fused.bytes_of(fused.tensors[key]), apart.bytes_of(info))
 
 
-@pytest.mark.parametrize(("name", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")])
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")]
+)
 def test_language_models_of_vision_models_are_those_of_texts(tmp_path: Path, name: str, architecture: str) -> None:
     file = GgufFile(write_model(GOLDENS / name, tmp_path / "model.gguf"))
     tensors = {key: Tensor(info.dtype, info.shape, file.bytes_of(info).tobytes()) for key, info in file.tensors.items()}
-    metadata = {key.replace(f"{name}.", f"{architecture}."): value for key, value in file.metadata.items()}
+    texts = ARCHITECTURES[name]
+    metadata = {key.replace(f"{texts}.", f"{architecture}."): value for key, value in file.metadata.items()}
     metadata |= {"general.architecture": architecture, f"{architecture}.rope.dimension_sections": [2, 1, 1, 0]}
     other = write_gguf(tmp_path / "other.gguf", metadata, tensors)
     assert model_config(open_split(other)) == model_config([file])
