@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from edgellm.kernels.compiler import CompiledModule, ModuleSource, module_key, m
 from edgellm.kernels.errors import KernelError, shown
 from edgellm.kernels.gpu import GPU
 from edgellm.kernels.nvrtc import MAJORS
-
-logger = logging.getLogger("edgellm.kernels")
 
 MANIFEST_NAME, MANIFEST_VERSION = "manifest.json", 1
 _FOLDER = re.compile(r"(sm_\d{2,3})-cuda(\d{1,3})\.(\d{1,3})")
@@ -167,12 +164,32 @@ class KeptKernels:
         return named is not None and named[0] == self._gpu.architecture
 
     @cached_property
+    def gpu(self) -> GPU:
+        """The GPU that kernels are chosen for: with as many multiprocessors as it has, or where those of smaller GPUs
+        alone are kept with the model, as the largest of these. Raises KernelError."""
+        counts = {count for _, manifest in self._fitting for count in manifest.multiprocessors}
+        smaller = [count for count in counts if count < self._gpu.multiprocessors]
+        if self._gpu.multiprocessors in counts or not smaller:
+            return self._gpu
+        return replace(self._gpu, multiprocessors=max(smaller))
+
+    @property
+    def better(self) -> str | None:
+        """Where kernels of a smaller GPU are taken, the command that compiles this one's own."""
+        own = self._gpu.multiprocessors
+        return None if self.gpu.multiprocessors == own else f"{self._command}:{own}"
+
+    @property
+    def _fitting(self) -> list[tuple[Path, Manifest]]:
+        """Those whose release the driver takes."""
+        return [(folder, manifest) for folder, manifest in self.manifests if self._takes(manifest.release)]
+
+    @cached_property
     def _modules(self) -> dict[str, tuple[Path, KeptModule, tuple[int, int]]]:
         """Of what the driver takes, where each module is, by its key."""
         found: dict[str, tuple[Path, KeptModule, tuple[int, int]]] = {}
-        for folder, manifest in self.manifests:
-            if self._takes(manifest.release):
-                found = {each.source: (folder, each, manifest.release) for each in manifest.modules} | found
+        for folder, manifest in self._fitting:
+            found = {each.source: (folder, each, manifest.release) for each in manifest.modules} | found
         return found
 
     def _takes(self, release: tuple[int, int]) -> bool:
@@ -197,8 +214,7 @@ class KeptKernels:
             return None
         name, gpu, command = source.name, self._gpu, self._command
         takes = ".".join(map(str, gpu.driver_cuda))
-        kept = [manifest for _, manifest in self.manifests]
-        fitting = [manifest for manifest in kept if self._takes(manifest.release)]
+        kept, fitting = ([manifest for _, manifest in found] for found in (self.manifests, self._fitting))
         covered = sorted({count for manifest in fitting for count in manifest.multiprocessors})
         if not kept:
             others = ", ".join(sorted({folder.name.partition("-")[0] for folder in self._folders}))
@@ -209,7 +225,7 @@ class KeptKernels:
                 f"The kernels that are kept with the model for {gpu.architecture} were compiled by CUDA {releases}, "
                 f"and the driver takes CUDA {takes}"
             )
-        elif gpu.multiprocessors not in covered:
+        elif self.gpu.multiprocessors not in covered:
             command += f":{gpu.multiprocessors}"
             reason = (
                 f"The kernels that are kept with the model for {gpu.architecture} are those of "

@@ -37,19 +37,20 @@ class KernelModule:
     def __init__(self, gpu: GPU, stream: Any, kept: KeptKernels | None = None, made: Made | None = None) -> None:
         """Loads kernels for `gpu`, on a stream of pycuda's; those that are `kept` need no compiler (None: those in the
         user's cache). What is compiled and loaded is counted in `made`. Raises MissingDependencyError without
-        cuda.bindings."""
+        cuda.bindings, KernelError for manifests that cannot be read."""
         try:
             from cuda.bindings import driver
         except ImportError as error:
             raise MissingDependencyError(
                 f"cuda.bindings does not load ({error}). Install it with: pip install 'cuda-bindings>=12.9'"
             ) from error
-        self.architecture, self.multiprocessors = gpu.architecture, gpu.multiprocessors
+        kept = kept or KeptKernels(gpu)
+        self.architecture, self.multiprocessors = gpu.architecture, kept.gpu.multiprocessors
         self.shared_limit, self.can_overlap, self.has_clusters = gpu.shared_limit, gpu.can_overlap, gpu.has_clusters
         self.driver = driver
         self.stream, self.prepared_stream = driver.CUstream(stream.handle), stream
         self._made = made or Made()
-        self._compilations = Compilations(gpu.architecture, kept or KeptKernels(gpu), self._made)
+        self._compilations = Compilations(gpu.architecture, kept, self._made)
         self._collects = False
         #: What is loaded when it was compiled, each by what loads it.
         self._begun: dict[tuple[ModuleSource, Any], None] = {}

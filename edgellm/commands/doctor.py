@@ -239,8 +239,8 @@ def _kernels(directory: EngineDirectory) -> str:
     limits, dtype = directory.limits, directory.dtype
     try:
         weights = WeightLayouts(directory.models, directory.checkpoints, dtype)
-        needed = needed_modules(directory.models, limits, dtype, weights, gpu)
         found = directory.kept_kernels(gpu)
+        needed = needed_modules(directory.models, limits, dtype, weights, found.gpu)
         lacking = [source for source in needed if found.find(source) is None]
     except EdgeLLMError as error:
         return f"not known: {error}"

@@ -151,14 +151,17 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
 
 
 def kernel_facts(directory: EngineDirectory) -> list[dict[str, Any]]:
-    """The compiled kernels of a directory, by target and CUDA; `usable_here` is null without a GPU."""
+    """The compiled kernels of a directory, by target and CUDA. Null without a GPU are `usable_here` and `taken_for`, of
+    how many multiprocessors kernels are taken here; `better` is the command that makes this GPU's own where these are
+    fewer than it has."""
     gpu, found = find_gpu(), []
+    kept = None if gpu is None else directory.kept_kernels(gpu)
     for name in directory.kernels:
         manifest = read_manifest(directory.path / KERNELS_FOLDER / name)
         usable = None
-        if gpu is not None:
+        if gpu is not None and kept is not None:
             fits = gpu.architecture == manifest.architecture and manifest.release[0] <= gpu.driver_cuda[0]
-            usable = fits and gpu.multiprocessors in manifest.multiprocessors
+            usable = fits and kept.gpu.multiprocessors in manifest.multiprocessors
         found.append(
             {
                 "target": manifest.architecture,
@@ -168,6 +171,8 @@ def kernel_facts(directory: EngineDirectory) -> list[dict[str, Any]]:
                 "bytes": manifest.size,
                 "created_with": manifest.created_with,
                 "usable_here": usable,
+                "taken_for": kept.gpu.multiprocessors if kept is not None and usable else None,
+                "better": kept.better if kept is not None and usable else None,
             }
         )
     return found
@@ -178,6 +183,7 @@ def kernels_in_words(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"{each['target']}: {each['modules']} compiled for {', '.join(map(str, each['multiprocessors']))} "
         f"multiprocessors by CUDA {each['cuda']}, {mebibytes(each['bytes']).strip()}{here[each['usable_here']]}"
+        + (f", those for {each['taken_for']}; this GPU's own: {each['better']}" if each["better"] else "")
         for each in kernels
     ]
 

@@ -27,7 +27,7 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.kept import MANIFEST_NAME, KeptModule, Manifest, folder_name, write_cubin
 from edgellm.kernels.nvrtc import find_nvrtc
 
-#: More than the cubins of a target take: those of the shipped model for four boards 17 MB.
+#: More than the cubins of a target take: those of the shipped model for four boards 25 MB.
 KERNEL_BYTES = 64 << 20
 #: `progress(done, total)`, modules of all targets; and the same of a stage by name.
 Progress = Callable[[int, int], None]

@@ -210,11 +210,16 @@ def test_doctor_counts_what_is_compiled_for_the_gpu(
 ) -> None:
     add_targets(plain_directory, read_targets(["sm_87:8"]))
     directory, lines = EngineDirectory.open(plain_directory), {}
-    for capability in ("sm_87", "sm_86"):
-        present = replace(absent_gpu(capability, 8, SHARED_MEMORY[capability]), driver_cuda=(13, 0))
+    for capability, count in (("sm_87", 8), ("sm_87", 16), ("sm_87", 4), ("sm_86", 8)):
+        present = replace(absent_gpu(capability, count, SHARED_MEMORY[capability]), driver_cuda=(13, 0))
         for command in (doctor, info):
             monkeypatch.setattr(command, "find_gpu", lambda present=present: present)
-        lines[capability] = doctor._kernels(directory)
-    counted = re.match(r"(\d+) of (\d+) for this GPU are compiled; kept with the model: sm_87: ", lines["sm_87"])
-    assert counted is not None and counted[1] == counted[2] and lines["sm_87"].endswith(", usable here")
-    assert re.match(r"0 of \d+ for this GPU are compiled, the others when the model is opened; ", lines["sm_86"])
+        lines[capability, count] = doctor._kernels(directory)
+    own = f"; this GPU's own: edgellm build {plain_directory} --target sm_87:16"
+    for count, end in ((8, ", usable here"), (16, f", usable here, those for 8{own}")):
+        line = lines["sm_87", count]
+        counted = re.match(r"(\d+) of (\d+) for this GPU are compiled; kept with the model: sm_87: ", line)
+        assert counted is not None and counted[1] == counted[2] and line.endswith(end)
+    for smaller_or_other in (("sm_87", 4), ("sm_86", 8)):
+        assert ", the others when the model is opened; " in lines[smaller_or_other]
+        assert lines[smaller_or_other].endswith(", not for this machine")
