@@ -8,7 +8,8 @@ import string
 from collections.abc import Callable, Collection, Generator
 from typing import Any
 
-from edgellm.tool_calls.values import json_text, python_json, unescaped
+from edgellm.engines.formats.strict_formats import parsed_json
+from edgellm.tool_calls.values import TEXT_MARK, json_text, python_json, typed_text, unescaped
 
 SPACES = frozenset(" \t\r\n")
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_-.")
@@ -19,6 +20,8 @@ _BEFORE_STRING = ("", "(", "[", "{", ",", ":")
 _BEHIND_INNER = (",", ")", "]", "}", ":")
 #: How a call of Python goes on behind an argument, and what is read to tell.
 _GOING_ON = re.compile(r"\s*(,\s*([\w-]+\s*=|\))|\)\s*(\]|,\s*(\{|[\w.-]+\()))")
+#: What is no part of a name or a word in calls of Gemma 4.
+_KEYED = "{}[],:<"
 _PASSED = SPACES | NAME_CHARACTERS | {",", ")"}
 
 #: Reads characters: yields where it waits for more.
@@ -183,6 +186,50 @@ class CharacterReader:
                 if is_end:
                     yield from self._literal(rest if is_triple else "")
                     return unescaped("".join(self._characters[begin:end]))
+
+    def _marked_text(self) -> Characters:
+        """The text up to the mark that ends it, behind the first character of the one that begins it."""
+        yield from self._literal(TEXT_MARK[1:])
+        begin, size = self._at, len(TEXT_MARK)
+        while "".join(self._characters[max(begin, self._at - size) : self._at]) != TEXT_MARK:
+            yield from self._within()
+        return "".join(self._characters[begin : self._at - size])
+
+    def _keyed_name(self, character: str) -> Characters:
+        """The name of an argument that begins with this character, and the colon behind it."""
+        if character == TEXT_MARK[0]:
+            name = yield from self._marked_text()
+            character = yield from self._behind_spaces()
+        else:
+            name, character = yield from self._word(character, lambda each: each not in _KEYED)
+        self._require(character, ":")
+        return name.strip()
+
+    def _keyed_value(self, schema: Any, root: Any) -> Characters:
+        """An argument as Gemma 4 writes it, as JSON, and the character behind it, `,` or `}`. Words without marks
+        around them are of a type that the schema allows."""
+        source, word, depth = list[str](), list[str](), 0
+        while True:
+            character = yield from self._within()
+            if character == TEXT_MARK[0]:
+                source.append(json_text((yield from self._marked_text())))
+            elif character not in _KEYED or (depth == 0 and character in (":", "]")):
+                word.append(character)
+            else:
+                if text := "".join(word).strip():
+                    names = character == ":"
+                    source.append(json_text(text) if names else typed_text(text, {} if depth else schema, root))
+                    word.clear()
+                if depth == 0 and character in (",", "}"):
+                    break
+                depth += (character in ("[", "{")) - (character in ("]", "}"))
+                source.append(character)
+        value = "".join(source)
+        try:
+            parsed_json(value)
+        except (ValueError, RecursionError) as error:
+            raise Broken(f"a call has an argument that cannot be read ({error})") from error
+        return value, character
 
     def _goes_on(self) -> Characters:
         """Whether a call goes on here behind an argument: with the name of the next one, or with its own end and that

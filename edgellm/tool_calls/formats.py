@@ -12,11 +12,12 @@ from edgellm.errors import RequestError, shown
 from edgellm.text.template import ChatTemplate
 from edgellm.text.template_trials import TOOL
 from edgellm.text.tokenizer import Tokenizer, read_json_object
-from edgellm.tool_calls.values import json_text
+from edgellm.tool_calls.values import TEXT_MARK, json_text, keyed_text
 
 #: How the inside of a call is written: an object with name and arguments, name and arguments behind each other, a call
-#: as Python writes it, tags, or a message of gpt-oss (`edgellm.tool_calls.harmony`).
-Body = Literal["object", "list", "named", "python", "tags", "harmony"]
+#: as Python writes it, tags, names and values between braces (`keyed_text`), or a message of gpt-oss
+#: (`edgellm.tool_calls.harmony`).
+Body = Literal["object", "list", "named", "python", "tags", "keyed", "harmony"]
 #: What calls as tags are made of.
 FUNCTION_TAG, ARGUMENT_TAG, ARGUMENT_END, FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
 
@@ -44,7 +45,7 @@ class ToolFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """What a tokenizer may have special tokens for."""
-        return tuple(filter(None, (self.begin, self.end, "[ARGS]" if self.body == "named" else "")))
+        return tuple(filter(None, (self.begin, self.end, {"named": "[ARGS]", "keyed": TEXT_MARK}.get(self.body, ""))))
 
     @property
     def frame(self) -> tuple[str, str, str, str, str]:
@@ -61,6 +62,8 @@ class ToolFormat:
             return f"{name}(", ")"
         if self.body == "tags":
             return f"{FUNCTION_TAG}{name}>\n", FUNCTION_END
+        if self.body == "keyed":
+            return f"call:{name}{{", "}"
         if self.body == "harmony":
             return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"
         return (f"{name}[ARGS]", "") if self.body == "named" else (f'{{"name": {json_text(name)}, "{self.key}": ', "}")
@@ -85,6 +88,8 @@ class ToolFormat:
         return f"{before}{separator.join(texts)}{behind}" if texts else ""
 
     def _arguments(self, arguments: Mapping[str, Any]) -> str:
+        if self.body == "keyed":
+            return keyed_text(arguments)[1:-1]
         if self.body not in ("python", "tags"):
             return json_text(arguments)
         texts = []
@@ -105,6 +110,7 @@ _PYTHON = r"\[look\(at=([\"']cup[\"']|cupr?)\)\]"
 _LLAMA_4 = rf"<\|python_start\|>\s*{_PYTHON}"
 #: Some of its templates write no earlier calls: of these some tell of tools between marks of their own.
 _LFM2 = rf"<\|tool_call_start\|>\s*{_PYTHON}|<\|tool_list_start\|>"
+_GEMMA_4 = r'<\|tool_call>call:look\{at:<\|"\|>cup<\|"\|>\}'
 _HARMONY = r'to=functions\.look<\|channel\|>commentary json<\|message\|>\{\s*"at":\s*"cup"'
 _LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
 _IN_ORDER = (
@@ -113,6 +119,7 @@ _IN_ORDER = (
     ToolFormat("mistral_args", "named", "[TOOL_CALLS]", separator="", seen=r"\[TOOL_CALLS\]look(\[\w+\]\w*)*\{"),
     ToolFormat("qwen3_coder", "tags", "<tool_call>", "</tool_call>", seen=rf"<tool_call>\s*{_TAGS}"),
     ToolFormat("hermes", "object", "<tool_call>", "</tool_call>", seen=rf"<tool_call>\s*{_ARGUMENTS}"),
+    ToolFormat("gemma4", "keyed", "<|tool_call>", "<tool_call|>", separator="", seen=_GEMMA_4),
     ToolFormat("lfm2", "python", *_LFM2_MARKS, ", ", seen=_LFM2, token=_LFM2_MARKS[0]),
     ToolFormat("llama4_pythonic", "python", "<|python_start|>", "<|python_end|>", ", ", "[", seen=_LLAMA_4),
     ToolFormat("pythonic", "python", "", "", ", ", "[", seen=_PYTHON),

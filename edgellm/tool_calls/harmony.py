@@ -15,9 +15,10 @@ from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import shown
 from edgellm.structure.steps import Steps
 from edgellm.text.channels import CALL, CHANNEL, CONSTRAIN, END, MARKS, MESSAGE, ROLE, START
+from edgellm.tool_calls.arguments import json_rule, literal
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.reader import ReadCalls
-from edgellm.tool_calls.rules import MOST_GRAMMAR_BYTES, RulesOfCall, json_rule, literal
+from edgellm.tool_calls.rules import MOST_GRAMMAR_BYTES, RulesOfCall
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary

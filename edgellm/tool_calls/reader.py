@@ -168,7 +168,12 @@ class ToolReader(CharacterReader, ReadCalls):
 
     def _read_calls(self) -> Characters:
         """What follows the beginning of a call; what is none is shown as text."""
-        readers = {"python": self._python_list, "tags": self._tagged_call, "object": self._object_call}
+        readers = {
+            "python": self._python_list,
+            "tags": self._tagged_call,
+            "keyed": self._keyed_call,
+            "object": self._object_call,
+        }
         try:
             yield from readers.get(self._format.body, self._listed_or_named)()
             yield from self._end_mark()
@@ -306,6 +311,23 @@ class ToolReader(CharacterReader, ReadCalls):
                         continue
                     self._at = place
                 return "".join(self._characters[begin:place])
+
+    def _keyed_call(self) -> Characters:
+        yield from self._expect("call:")
+        name, character = yield from self._word((yield from self._next()), NAME_CHARACTERS.__contains__)
+        self._require(character, "{")
+        self._name(name)
+        schema, given = self._schemas[name], set[str]()
+        properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        character = yield from self._behind_spaces()
+        while character != "}":
+            key = yield from self._keyed_name(character)
+            self._add_name(key, given)
+            value, character = yield from self._keyed_value(properties.get(key), schema)
+            self._argument(key, value)
+            if character == ",":
+                character = yield from self._behind_spaces()
+        self._close_call(lacks_brace=True)
 
     def _python_list(self) -> Characters:
         """Calls as Python writes them, in a list; a model that is told to may have objects there."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from edgellm.engines.formats.strict_formats import parsed_json
+from edgellm.errors import RequestError, shown
 from edgellm.structure.schema_keywords import TYPES, allowed_types, kind_of, named_values
 from edgellm.structure.steps import folded
 
@@ -20,11 +21,34 @@ _ESCAPE = re.compile(
 _ESCAPED = {"\n": "", "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _ESCAPED |= {each: each for each in "\\'\"/"}
 
+#: Stands before and behind text where `keyed_text` writes it; names of arguments that need none have these characters.
+TEXT_MARK, PLAIN_NAME = '<|"|>', r"[^\s,:{}\[\]<>|\"']+"
+
 
 def json_text(value: Any) -> str:
     """A value as JSON. Half of a surrogate pair stays an escape: as a character it could not be sent as UTF-8."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def keyed_text(value: Any) -> str:
+    """A value as Gemma 4 writes it: names in their order, which have no quotes, and text as it is between marks.
+    RequestError for text with such a mark in it."""
+    if isinstance(value, dict):
+        pairs = sorted(value.items(), key=lambda pair: pair[0].lower())
+        return f"{{{','.join(f'{keyed_name(name)}:{keyed_text(each)}' for name, each in pairs)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(keyed_text, value))}]"
+    if not isinstance(value, str):
+        return json_text(value)
+    if TEXT_MARK in value:
+        raise RequestError(f"the text {shown(value)} has {TEXT_MARK} in it, which ends a text in this model's calls")
+    return f"{TEXT_MARK}{value}{TEXT_MARK}"
+
+
+def keyed_name(name: str) -> str:
+    """The name of an argument, or of a value of an object, as Gemma 4 writes it."""
+    return name if re.fullmatch(PLAIN_NAME, name) else keyed_text(name)
 
 
 def is_object(text: str) -> bool:

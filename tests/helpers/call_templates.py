@@ -9,6 +9,13 @@ from tokenizers import Tokenizer
 
 _ARGUMENTS = "{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}"
 _PYTHON = "{% for k, v in c.arguments.items() %}{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}"
+#: As Gemma 4's template writes values.
+_KEYED = (
+    "{% macro keyed(v) %}{% if v is string %}{{ '<|\"|>' + v + '<|\"|>' }}{% elif v is mapping %}{{ '{' }}"
+    "{% for k, each in v | dictsort %}{{ k }}:{{ keyed(each) }}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}"
+    "{% elif v is iterable %}[{% for each in v %}{{ keyed(each) }}{% if not loop.last %},{% endif %}{% endfor %}]"
+    "{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+)
 #: How templates write one call `c` of a message.
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "{{ c.name }}", "arguments": ' + _ARGUMENTS + "}\n</tool_call>",
@@ -17,6 +24,7 @@ WRITTEN = {
     "mistral": '[TOOL_CALLS] [{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}, "id": "abcdefghi"}]',
     "nemotron": '<TOOLCALL>[{"name": "{{ c.name }}", "arguments": ' + _ARGUMENTS + "}]</TOOLCALL>",
     "mistral_args": "[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}",
+    "gemma4": _KEYED + "<|tool_call>call:{{ c.name }}{{ keyed(c.arguments) }}<tool_call|>",
     "lfm2": "<|tool_call_start|>[{{ c.name }}(" + _PYTHON + ")]<|tool_call_end|>",
     "llama4_pythonic": "<|python_start|>[{{ c.name }}(" + _PYTHON + ")]<|python_end|>",
     "pythonic": "[{{ c.name }}(" + _PYTHON + ")]",

@@ -34,6 +34,8 @@ CALLS = {
     "nemotron": f'<TOOLCALL>[{{"name": "look", "arguments": {ARGUMENTS}}}, {{"name": "stop", '
     '"arguments": {}}]</TOOLCALL>',
     "mistral_args": f"[TOOL_CALLS]look[CALL_ID]abc123XYZ[ARGS]{ARGUMENTS}[TOOL_CALLS]stop{{}}",
+    "gemma4": '<|tool_call>call:look{at:<|"|>a "cup"\n<|"|>,fast:true,times:3}<tool_call|>'
+    "<|tool_call>call:stop{}<tool_call|>",
     "lfm2": "<|tool_call_start|>[look(at='a \"cup\"\\n', times=3, fast=True), stop()]<|tool_call_end|>",
     "llama4_pythonic": '<|python_start|>[look(at="a \\"cup\\"\\n", times=3, fast=true), stop()]<|python_end|>',
     "pythonic": '[look(at="a \\"cup\\"\\n", times=3, fast=True), stop()]',
