@@ -173,7 +173,7 @@ def alternatives_of(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         seen.add(id(each))
         if not isinstance(each, dict):
-            found.append({})
+            found += [{}] if each else []
         elif set(each) == {"$ref"}:
             waiting.append(referred(each["$ref"], root))
         elif set(each) in ({"anyOf"}, {"oneOf"}):

@@ -66,7 +66,7 @@ class KeyedRules:
         if id(schema) not in self._known:
             name = f"value_{self._number}_{len(self._known)}"
             self._known[id(schema)] = schema, name
-            alternatives = [] if schema is False else alternatives_of(schema, self._root)
+            alternatives = alternatives_of(schema, self._root)
             all_of_them = enumerate(zip(alternatives, all_kinds(alternatives, self._root), strict=True))
             written = [self._alternative(f"{name}_{place}", what, *each) for place, each in all_of_them]
             if not any(written):
@@ -101,8 +101,8 @@ class KeyedRules:
         if items is False or most == 0:
             return ""
         value = self._value(items, what)
-        more = f'{value} ("," {value}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
-        return more if least else f"({more})?"
+        more = "" if most == 1 else f'("," {value}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+        return f"{value} {more}" if least else f"({value} {more})?"
 
     def _text(self, name: str, what: str, schema: dict[str, Any]) -> str:
         """Text between its marks: where these are no special tokens, the second one belongs to the terminal."""

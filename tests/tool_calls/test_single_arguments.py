@@ -79,7 +79,7 @@ def grammar_of(name: str, given: dict[str, Any]) -> str:
     return call_grammar(FORMATS[name], choice, {})
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "lfm2", "llama4_pythonic", "pythonic"])
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_coder", "lfm2", "llama4_pythonic", "pythonic"])
 @pytest.mark.parametrize("seed", range(6))
 def test_every_call_that_the_grammar_allows_is_read_whole_and_valid(name: str, seed: int) -> None:
     generator, calls = random.Random(seed), 0

@@ -55,7 +55,15 @@ CALLS = {
     "pythonic": '[look(at="cup", how="far"), stop()]',
     "llama3_json": '{"name": "look", "parameters": {"at": "cup", "times": 3}}; {"name": "stop", "parameters": {}}',
 }
-WRONG = {"times=3": "times=0", "times:3": "times:0", '"times": 3': '"times": 30', "look": "jump", "far": "fat", "near": "ne", "cup": "c\x07"}
+WRONG = {
+    "times=3": "times=0",
+    "times:3": "times:0",
+    '"times": 3': '"times": 30',
+    "look": "jump",
+    "far": "fat",
+    "near": "ne",
+    "cup": "c\x07",
+}
 
 
 def choice(mode: Any, parallel: bool = True, tools: Any = TOOLS) -> ToolChoice:
