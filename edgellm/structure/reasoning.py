@@ -11,7 +11,14 @@ from edgellm.engines.speculation.constraints import TokenConstraint, packed_mask
 from edgellm.text.tokenizer import Tokenizer
 
 #: What models write around their reasoning. A model has the marks that are one token each in its vocabulary.
-MARKS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
+MARKS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>", "<channel|>"),
+)
+#: How Gemma 4 goes on behind the mark that begins its reasoning.
+_CHANNEL_NAME = "thought"
 
 #: Of reasoning, where an answer begins: it is under way, is over, or the model may still open it.
 ReasoningState = Literal["open", "closed", "undecided"]
@@ -36,9 +43,9 @@ def reasoning_marks(tokenizer: Tokenizer) -> ReasoningMarks | None:
 def reasoning_state(
     tokenizer: Tokenizer, marks: ReasoningMarks | None, prompt_ids: Sequence[int], continued: str | None = None
 ) -> ReasoningState:
-    """How reasoning stands behind a prompt: open or closed where nothing but whitespace follows a mark at its end, and
-    closed for a model without `marks`. Of a message that the model goes on with, `continued`, its last mark decides,
-    wherever that is."""
+    """How reasoning stands behind a prompt: open or closed where nothing but whitespace, or Gemma 4's name of it,
+    follows a mark at its end, and closed for a model without `marks`. Of a message that the model goes on with,
+    `continued`, its last mark decides, wherever that is."""
     if marks is None:
         return "closed"
     if continued is not None:
@@ -46,7 +53,8 @@ def reasoning_state(
         if begin != end:
             return "open" if begin > end else "closed"
     last = next((place for place in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[place] in marks), None)
-    if last is None or tokenizer.decode(prompt_ids[last + 1 :], skip_special_tokens=False).strip():
+    behind = "" if last is None else tokenizer.decode(prompt_ids[last + 1 :], skip_special_tokens=False).strip()
+    if last is None or behind not in ("", _CHANNEL_NAME):
         return "undecided"
     return "open" if prompt_ids[last] == marks.begin else "closed"
 

@@ -50,7 +50,8 @@ class KeyedRules:
         is_bare = set(schema) <= {"type", "properties", "required", "additionalProperties", "$defs"}
         if is_bare and others is not False and not schema.get("properties") and not schema.get("required"):
             pair = f'{_NAME} ":" {self._value(others, what)}'
-            return self._add(f'{name}: ({pair} ("," {pair})*)?')
+            self._add(f'{name}: ({pair} ("," {pair})*)?')
+            return
         parts = sorted(argument_parts(schema), key=lambda part: part[0].lower())
         for rule in (f"{name}: from_{name}_0", *listed(name, parts, '","')):
             self._add(rule)
@@ -58,7 +59,6 @@ class KeyedRules:
             head = literal(f"{keyed_name(key)}:", self._special_ids)
             value = self._value(each, f"{what} has the argument {key!r}" if is_whole else what)
             self._add(f"arg_{name}_{place}: {head} {value}")
-        return None
 
     def _value(self, schema: Any, what: str) -> str:
         """The name of the rule of a value."""

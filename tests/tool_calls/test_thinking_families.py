@@ -1,5 +1,5 @@
-"""Qwen3.5, with images, and LFM2.5, as far as templates and tokens go: they think, then answer, call a tool, or keep to
-a form."""
+"""Qwen3.5, with images, LFM2.5 and Gemma 4, as far as templates and tokens go: they think, then answer, call a tool, or
+keep to a form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from call_templates import THINKING, WITHOUT_CALLS
+from call_templates import THINKING, WITHOUT_CALLS, WRITTEN, call_template
 from synthetic_images import synthetic_image
 from tiny_multimodal import FAMILIES as SEEING
 from tiny_multimodal import MARKERS
@@ -20,6 +20,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.structure.description import Structure
 from edgellm.structure.reasoning import reasoning_marks, reasoning_state
+from edgellm.tool_calls.formats import FORMATS
 
 pytestmark = pytest.mark.usefixtures("private_files")
 
@@ -47,7 +48,18 @@ LOOKING = THINKING.replace(
 FAMILIES: dict[str, tuple[str, list[str], list[str], str]] = {
     "qwen3_5": (LOOKING, ["<think>", "</think>", "<tool_call>", "</tool_call>"], [], "qwen3_coder"),
     "lfm2_5": (WITHOUT_CALLS, ["<think>", "</think>"], ["<|tool_call_start|>", "<|tool_call_end|>"], "lfm2"),
+    "gemma4": (
+        call_template(WRITTEN["gemma4"]) + "{% if enable_thinking %}<|channel>thought\n{% endif %}",
+        [],
+        ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'],
+        "gemma4",
+    ),
 }
+
+
+def marks_of(llm: LLM) -> tuple[str, str]:
+    """What is written around what a model thinks."""
+    return ("<|channel>", "<channel|>") if llm.family == "gemma4" else ("<think>", "</think>")  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -88,6 +100,8 @@ def test_the_template_says_how_an_answer_begins(llm: LLM) -> None:
     of_qwen = llm.family == "qwen3_5"  # type: ignore[attr-defined]
     assert state_of(llm) == ("open" if of_qwen else "undecided")
     assert state_of(llm, enable_thinking=False) == ("closed" if of_qwen else "undecided")
+    of_lfm = llm.family == "lfm2_5"  # type: ignore[attr-defined]
+    assert state_of(llm, enable_thinking=True) == ("undecided" if of_lfm else "open")
 
 
 def test_the_format_is_found_without_being_named(llm: LLM) -> None:
@@ -106,8 +120,9 @@ def thoughts(llm: LLM, params: SamplingParams, **more: Any) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_thinks_before_a_call_that_is_enforced(llm: LLM, seed: int) -> None:
-    begin = () if llm.family == "qwen3_5" else ("<think>",)  # type: ignore[attr-defined]
-    params = biased(llm, *begin, "</think>", max_tokens=200, temperature=1.3, seed=seed)
+    first, end = marks_of(llm)
+    begin = () if llm.family == "qwen3_5" else (first,)  # type: ignore[attr-defined]
+    params = biased(llm, *begin, end, max_tokens=200, temperature=1.3, seed=seed)
     for choice in ("required", "look"):
         count, found = thoughts(llm, params, tools=[LOOK], tool_choice=choice, parallel_tool_calls=False)
         (call,) = found.tool_calls
@@ -118,7 +133,7 @@ def test_a_model_thinks_before_a_call_that_is_enforced(llm: LLM, seed: int) -> N
 
 def test_a_picture_is_thought_about_before_a_call(llm: LLM) -> None:
     if not llm.has_vision_model:
-        pytest.skip("LFM2.5 sees nothing")
+        pytest.skip("it sees nothing")
     params = biased(llm, "</think>", max_tokens=200, temperature=1.3, seed=5, logprobs=0)
     seen: list[list[float]] = []
     for pixels in (synthetic_image(24, 20), 255 - synthetic_image(24, 20)):
@@ -140,9 +155,9 @@ def test_a_picture_is_thought_about_before_a_call(llm: LLM) -> None:
 
 
 def test_calls_while_a_model_thinks_are_thoughts(llm: LLM) -> None:
-    mark = "<tool_call>" if llm.family == "qwen3_5" else "<|tool_call_start|>"  # type: ignore[attr-defined]
+    mark = FORMATS[FAMILIES[llm.family][3]].begin  # type: ignore[attr-defined]
     begins = llm.family == "qwen3_5"  # type: ignore[attr-defined]
-    asked = HELLO if begins else [*HELLO, {"role": "assistant", "content": "<think>"}]
+    asked = HELLO if begins else [*HELLO, {"role": "assistant", "content": marks_of(llm)[0]}]
     found = llm.chat(asked, biased(llm, mark, max_tokens=8), tools=[LOOK], continue_final_message=not begins)
     assert found.tool_calls == () and found.tool_call_error is None
     assert list(found.token_ids) == [llm.tokenizer.token_to_id(mark)] * 8  # and no rules keep it
@@ -153,6 +168,6 @@ def test_thinking_that_is_switched_off_leaves_the_answer_alone(llm: LLM) -> None
     if llm.family == "qwen3_5":  # type: ignore[attr-defined]
         found = llm.chat(HELLO, biased(llm, "</think>"), structure=form, template_variables={"enable_thinking": False})
         assert found.text in ("yes", "no")
-    count, found = thoughts(llm, biased(llm, "<think>", "</think>", max_tokens=20), structure=form)
+    count, found = thoughts(llm, biased(llm, *marks_of(llm), max_tokens=20), structure=form)
     assert found.parsed in ("yes", "no") and count >= 1
     assert found.text.endswith(found.parsed)
