@@ -1,5 +1,5 @@
-"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, Voxtral Mini, Voxtral Realtime or Gemma 4
-E2B, whole and while somebody speaks.
+"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, Voxtral Mini, Voxtral Realtime or
+Gemma 4 E2B, whole and while somebody speaks.
 
     python tools/bench/speech_speed.py [--model gemma4-e2b] [--work DIRECTORY] [--output RESULTS.json] [--layers N]
 
