@@ -234,8 +234,10 @@ class Learner(Policy):
             self._blocked[ruled] += _PACE * (blocked - self._blocked[ruled])
         self._rounds[PLAIN if plan is None else plan.name] += 1
         self._latest = batch, ruled
-        self._choice.ended(plan, emitted, ruled)
         times = self._times.get(self._latest)
+        if plan is None and not ruled and (times is None or not self._choice.drafted):
+            self._choice.is_behind = self._ahead and blocked < LEAST_BLOCKED * seconds
+        self._choice.ended(plan, emitted, ruled)
         if times is None:  # from now on there are figures
             self._blocked[ruled] = blocked
             like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)

@@ -23,6 +23,10 @@ REFRESHED = 64
 #: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how many came in a row, so that what pays begins later
 #: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least, and twice that share.
 KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 20
+#: Where the host is late, a plain step between rounds takes twice as long as those in a row, and the first ones of a
+#: process too. So behind the first so many rounds, then behind twice as many each time, up to so many, `AGAIN` plain
+#: steps in a row tell what they take (tools/bench/results/2026-11-30-cpu-learner-fast-device.md).
+FIRST_AGAIN, LAST_AGAIN, AGAIN = 8, 512, 7
 #: Nodes of plans that may be taken at once; how many times as large as one of which a candidate came the next may be.
 SMALL, LARGER = 8, 3
 
@@ -52,8 +56,10 @@ class OwnPlans:
         self.current: DraftPlan | None = None if adaptive else next(iter(plans), None)
         self._kept_for, self.kept = (0, False), 0
         #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take;
-        #: whether the host is late for steps that it is asked for.
-        self.explored, self._undrafted, self._largest, self.is_late = 0, 0, SMALL, False
+        #: whether the host is late for steps that it is asked for, and was for a plain one behind another.
+        self.explored, self._undrafted, self._largest, self.is_late, self.is_behind = 0, 0, SMALL, False, False
+        #: Rounds since plain steps came in a row, and behind how many these come again, by batch and rules.
+        self._rounds, self._again = 0, dict[tuple[int, bool], int]()
         #: How many steps have ended, and how many had when each plan was in use last.
         self._steps, self._used = 0, dict.fromkeys([None, *plans], 0)
         #: The options by batch and rules, the fastest first, and how many plain steps have ended since.
@@ -72,6 +78,11 @@ class OwnPlans:
         safe = self._safe(step, times)
         best = self._best(safe, step)
         self._kept_for, self.current, self.kept = (step.batch, step.ruled), best.plan, KEPT
+        again = self._again.get(self._kept_for, FIRST_AGAIN)
+        if best.plan is not None and self.is_behind and self._rounds >= again:
+            self._again[self._kept_for] = min(2 * again, LAST_AGAIN)
+            self.current, self.kept, self._stale = None, AGAIN, REFRESHED
+            return None
         tried = self._worth_trying(safe, best, step)
         if tried is not None:
             self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
@@ -83,6 +94,11 @@ class OwnPlans:
             share, least = (2 * PUT_OFF, LEAST_KEPT) if self.is_late else (PUT_OFF, 0)
             self.kept = max(least, min(MOST_KEPT, int(share * self._undrafted)))
         return best.plan
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the latest step was a round."""
+        return not self._undrafted
 
     def otherwise(self, step: Step, times: Seconds) -> Option:
         """What is done without given candidates."""
@@ -99,6 +115,7 @@ class OwnPlans:
             self._steps += steps
             self._used[plan] = self._steps
             self._undrafted = self._undrafted + steps if plan is None else 0
+            self._rounds = 0 if self._undrafted >= AGAIN else self._rounds + (plan is not None)
             if plan is not None and sum(emitted) > len(emitted):
                 self._largest = max(self._largest, LARGER * plan.tree_size)
             elif plan is not None:

@@ -63,7 +63,8 @@ class Seconds:
 
     The logarithm of what a round takes over the guess is a sum: of the load (other work, clocks, long contexts), which
     all steps share and which changes quickly, of what the guess of all rounds is wrong by, and of the plan's own. Each
-    finished step moves its terms by their shares of the variance (a Kalman filter that takes errors for independent).
+    finished step moves its terms by their shares of the variance (a Kalman filter). Rounds alone tell the sum of the
+    first two: their errors are kept as one that depends on the other, so that plain steps correct both.
     """
 
     def __init__(
@@ -72,12 +73,13 @@ class Seconds:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
         # Of plans, of waiting, and of all rounds: terms but the load return to the guess, their variances to these.
         self._first = [*[OWN_DOUBT**2] * len(plans), WAITED_DOUBT**2, GUESS_DOUBT**2]
-        self._terms = {plan: (guess.ratio(plan, batch, plain), place, -1) for place, plan in enumerate(plans)}
+        self._terms = {plan: (guess.ratio(plan, batch, plain), place) for place, plan in enumerate(plans)}
         self._logs, self._variances = [0.0] * len(self._first), [*self._first]
         if like is not None:  # what another batch size has shown is the first guess
             self._logs = [*like._logs]
             self._variances = [min(a, b + 0.25 * a) for a, b in zip(self._first, like._variances, strict=True)]
-        self._unfaded = 0
+        #: Of the load and of what all rounds share; rounds since their terms faded.
+        self._covariance, self._unfaded = 0.0, 0
 
     @property
     def plain(self) -> float:
@@ -88,8 +90,8 @@ class Seconds:
         """Of a round, in plain steps; of None of a plain step before which the device waits for the host."""
         if plan is None:
             return math.exp(self._logs[-2])
-        guessed, place, shared = self._terms[plan]
-        return guessed * math.exp(self._logs[place] + self._logs[shared])
+        guessed, place = self._terms[plan]
+        return guessed * math.exp(self._logs[place] + self._logs[-1])
 
     def of(self, plan: DraftPlan | None) -> float:
         """The same in seconds now."""
@@ -102,22 +104,29 @@ class Seconds:
         was `late` that says nothing of the load."""
         is_plain = plan is None and not waited
         expected = self.plain if is_plain else self.of(plan)
-        places = () if is_plain else (-2,) if plan is None else self._terms[plan][1:]
+        place = -2 if plan is None else self._terms[plan][1]
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
         if abs(surprise) > limit:  # the more it is, the less it says
             surprise = limit**2 / surprise
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
-        load = 0.0 if late else self._variance
         self._unfaded += steps
         if self._unfaded >= FADED and not is_plain:
             kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
+            self._covariance *= kept
             for place, first in enumerate(self._first):
                 logs[place] *= kept
                 variances[place] = first + kept**2 * (variances[place] - first)
-        gain = 1.0 / (load + sum([variances[place] for place in places]) + NOISE**2 / steps)
-        for place in places:
-            logs[place] += gain * variances[place] * surprise
-            variances[place] -= gain * variances[place] ** 2
-        self._load += gain * load * surprise
-        self._variance -= gain * load**2
+        # How each term goes with what was measured (a covariance), which says how much of the surprise is its.
+        between = 0.0 if late else self._covariance
+        load, shared, own = (0.0 if late else self._variance), between, 0.0 if is_plain else variances[place]
+        total = load + own + NOISE**2 / steps
+        if plan is not None:
+            load, shared = load + between, between + variances[-1]
+            total += shared + between
+        for where, part in ((place, own), (-1, shared)):
+            logs[where] += part / total * surprise
+            variances[where] -= part**2 / total
+        self._load += load / total * surprise
+        self._variance -= load**2 / total
+        self._covariance -= load * shared / total

@@ -83,23 +83,35 @@ def test_all_is_as_transformers_has_it(llm: LLM) -> None:
     np.testing.assert_allclose(stored, expected["logits"], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-def test_what_is_written_is_what_transformers_writes(voxtral_realtime_engines: Path, backend: str) -> None:
-    """On a GPU in float16, where another token is as near: the first ones, and their log-probabilities."""
-    ids = expected_speech(NAME)["token_ids"].tolist()
-    with LLM(voxtral_realtime_engines, backend=backend, drafting=None) as opened:
-        if backend == "numpy":
-            assert written(opened.transcribe(SPOKEN, **ALL)) == ids[PROMPT:]
-            return
-        with LLM(voxtral_realtime_engines, backend="numpy", drafting=None) as host:
-            asked = {"logprobs": 8, "max_tokens": 3, **ALL}
-            for _ in range(3):  # a step is captured the second time
-                both_models = (each.transcribe(SPOKEN, **asked).response.logprobs for each in (opened, host))
-                (found, *_), (expected, *_) = both_models
+def test_what_is_written_is_what_transformers_writes(llm: LLM) -> None:
+    assert written(llm.transcribe(SPOKEN, **ALL)) == expected_speech(NAME)["token_ids"].tolist()[PROMPT:]
+
+
+@pytest.mark.gpu
+def test_a_gpu_writes_with_the_probabilities_of_numpy(tmp_path: Path) -> None:
+    """In float16, where another token may be as near: the first ones. The golden model's norms know the delay by
+    factors of hundreds, with which a layer's values pass float16's; a hundredth of them leaves rounding."""
+    folder = Path(shutil.copytree(CHECKPOINTS[NAME], tmp_path / "copy"))
+    tensors = load_file(folder / "model.safetensors")
+    factors = {name for name in tensors if name.endswith("ada_rms_norm.linear2.weight")}
+    save_file(
+        {name: values / (100 if name in factors else 1) for name, values in tensors.items()},
+        folder / "model.safetensors",
+    )
+    build_engine_directory(folder, tmp_path / "engines", EngineLimits(2, 32, 400), [])
+    with (
+        LLM(tmp_path / "engines", backend="tensorrt", drafting=None) as opened,
+        LLM(tmp_path / "engines", backend="numpy", drafting=None) as host,
+    ):
+        asked = {"logprobs": 8, "max_tokens": 3, **ALL}
+        for _ in range(3):  # a step is captured the second time
+            logprobs = (each.transcribe(SPOKEN, **asked).response.logprobs for each in (opened, host))
+            for found, expected in zip(*logprobs, strict=True):
                 both = dict(found.top).keys() & dict(expected.top).keys()
                 assert len(both) >= 6
                 assert all(abs(dict(found.top)[each] - dict(expected.top)[each]) < 0.05 for each in both)
-        assert len(written(opened.transcribe(SPOKEN, **ALL))) == len(ids) - PROMPT
+        count = len(expected_speech(NAME)["token_ids"]) - PROMPT
+        assert len(written(opened.transcribe(SPOKEN, **ALL))) == count
 
 
 @pytest.mark.parametrize("way", [FewRows, ManyRows])

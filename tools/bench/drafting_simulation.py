@@ -50,6 +50,7 @@ class Device(NamedTuple):
     upkeep: float = 0.0
     think: float = 0.0
     rate: float = 0.0
+    cold: int = 0
 
     def seconds(self, plan: DraftPlan | None, batch: int, drafts: bool) -> float:
         """Of a step, without noise."""
@@ -69,7 +70,7 @@ H200 = Device("H200", 0.775e-3, 1.1, 0.155, 0.010)
 ORIN = Device("Orin", 7.0e-3, 1.05, 0.105, 0.009, host=1.5e-4, ask=1e-4)
 INT4 = Device("Orin int4", 3.4e-3, 1.35, 0.25, 0.03, host=1.5e-4, ask=1e-4)
 CPU = Device("NumPy", 2.65e-3, 2.6, 0.2, 0.09, more=0.5, host=1e-4, ask=1e-4, ahead=0)
-SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, think=2e-5, rate=7.5e-5)
+SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, think=2e-5, rate=7.5e-5, cold=8)
 
 
 @dataclass
@@ -178,7 +179,7 @@ class Simulated:
         self.backend = SimpleNamespace(steps_ahead=device.ahead, computes_at_once=not device.ahead)
         self._texts: dict[int, Text] = {}
         self._places: dict[int, int] = {}
-        self._random = random.Random(seed)
+        self._random, self._cold = random.Random(seed), device.cold
         #: Seconds that steps took beyond what they take, which no way to draft can help.
         self.noise = 0.0
 
@@ -242,6 +243,8 @@ class Simulated:
     def _compute(self, seconds: float) -> None:
         noise = math.exp(NOISE * self._random.gauss(0.0, 1.0)) - 1.0
         noise += 4.0 * (self._random.random() < 1.0 / INTERRUPTED)
+        if self._cold:
+            self._cold, noise = self._cold - 1, 0.6 if self._random.random() < 0.75 else 3.0
         self._free, self.noise = max(self._free, self.now) + seconds * (1.0 + noise), self.noise + seconds * noise
 
 
