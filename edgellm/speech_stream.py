@@ -41,7 +41,7 @@ class SpeechStream:
         #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.
         self._asked = self._language = language_name(language)
         self._sound, self._said, self._tokens = Sound(rate), "", 0
-        #: Of Voxtral Realtime: the prompt, and what was written that stays.
+        #: Where sound is added: the prompt, and what was written that stays.
         self._ids: list[int] = []
         # The first request need not wait for what it shares with all, as the chat template's compilation.
         first = self._request(self._sound.followed_by(np.zeros(1)), self._asked, "")

@@ -75,10 +75,7 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
 
 
 def audio_config(config_json: dict[str, Any], names: Iterable[str] = ()) -> AudioConfig:
-    """The encoder of speech that a checkpoint's `config.json` describes; `names` of its tensors tell what begins them.
-
-    Raises UnsupportedModelError and CheckpointError for the file's fields, as `read_audio` does.
-    """
+    """The encoder that a `config.json` describes, for tensors of these `names`. Raises as `read_audio` does."""
     family = str(config_json.get("model_type"))
     read = {"gemma4": read_gemma4_audio, "voxtral_realtime": read_realtime}.get(family, _read_transformer)
     parts = "audio_tower", "embed_audio" if family == "gemma4" else "multi_modal_projector"

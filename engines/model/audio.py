@@ -51,8 +51,8 @@ class AudioConfig:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Tokens of a prompt that stand for the beginning of a sound, before any is written, where a text is written
-        beside its sound; None where a sound has tokens of its own, and an answer follows them."""
+        """Tokens of a prompt before any is written, where each token of a text has its part of a sound (Voxtral
+        Realtime); None where a sound has tokens of its own."""
         return None
 
     @property
@@ -61,8 +61,7 @@ class AudioConfig:
         return math.inf
 
     def settled(self, seconds: float) -> int:
-        """How many tokens of a text that is written beside its sound, its first included, stay when a sound of so many
-        `seconds` goes on."""
+        """How many tokens of such a text, its first included, stay when a sound of so many `seconds` goes on."""
         return 0
 
     @property

@@ -124,7 +124,7 @@ def test_what_is_no_source_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM)
         with pytest.raises(RequestError, match=next(iter(wrong))):
             llm.watch([], BOAT, **wrong)
     for question in (7, None):
-        with pytest.raises(RequestError, match="question is a .*: expected text"):
+        with pytest.raises(RequestError, match=r"question is a .*: expected text"):
             llm.watch([], question)
     with pytest.raises(TypeError, match=r"'latency_budget': did you mean latency_budget_ms\?"):
         llm.watch([], BOAT, latency_budget=7)
