@@ -363,15 +363,15 @@ class Response:
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
-    stop_match: str | int | None = field(default=None)
-    drafting: DraftingStatistics | None = field(default=None)
-    logprobs: tuple[TokenLogprobs, ...] | None = field(default=None)
-    dropped_turns: int = field(default=0)
-    dropped_messages: int = field(default=0)
+    stop_match: str | int | None = None
+    drafting: DraftingStatistics | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    dropped_turns: int = 0
+    dropped_messages: int = 0
     structure: Structure | None = field(default=None, repr=False)
     structured_from: int | None = field(default=None, repr=False)
-    tool_calls: tuple[ToolCall, ...] = field(default=())
-    tool_call_error: str | None = field(default=None)
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_error: str | None = None
     others: tuple[Response, ...] = field(default=(), repr=False)
 
     @property

@@ -26,13 +26,9 @@ class NumpyLaunch:
 _Parameters = ParamSpec("_Parameters")
 
 
-def launched(compute: Callable[_Parameters, None]) -> Callable[_Parameters, NumpyLaunch]:
-    """A twin that gives a launch of what its body computes."""
-    return wraps(compute)(lambda *given, **named: NumpyLaunch(partial(compute, *given, **named)))
-
-
 def checked_launch(check: Contracts) -> Callable[[Callable[_Parameters, None]], Callable[_Parameters, NumpyLaunch]]:
-    """`launched`, of a method whose arguments are checked before as the contract of the kernel of its name says."""
+    """A method that gives a launch of what its body computes; its arguments are checked before as the contract of the
+    kernel of its name says."""
 
     def checked(compute: Callable[_Parameters, None]) -> Callable[_Parameters, NumpyLaunch]:
         called = signature(compute)

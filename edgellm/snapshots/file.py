@@ -24,7 +24,6 @@ from edgellm.snapshots.snapshot import (
     FORMAT_VERSION,
     METADATA_KEY,
     PROMPT_KEY,
-    READABLE_VERSIONS,
     STATE_PREFIX,
     TOKEN_IDS,
     Findings,
@@ -189,10 +188,10 @@ def _read_metadata(path: Path, file: SafetensorsFile) -> tuple[SnapshotFacts, Pr
         )
     values = JSONObject.parse(text.encode(), f"{path}: {METADATA_KEY}", _DamagedError, _ADVICE)
     version = values.get("format_version", "int")
-    if version not in READABLE_VERSIONS:
+    if version != FORMAT_VERSION:
         raise SnapshotError(
-            f"the snapshot {path} has the format version {version}, this EdgeLLM reads "
-            f"{' and '.join(map(str, READABLE_VERSIONS))}. Make it again with this version: edgellm cache build",
+            f"the snapshot {path} has the format version {version}, this EdgeLLM reads {FORMAT_VERSION}. "
+            "Make it again with this version: edgellm cache build",
             "future version" if version > FORMAT_VERSION else "old version",
         )
     facts, prompt = values.dataclass(SnapshotFacts, binding=SnapshotBinding), metadata.get(PROMPT_KEY)

@@ -35,8 +35,6 @@ from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.system_prompt import PromptRecord
 
 FORMAT_VERSION = 3
-#: The formats that are read; 2 is without the prompt.
-READABLE_VERSIONS = (2, 3)
 METADATA_KEY, PROMPT_KEY = "edgellm_snapshot", "edgellm_prompt"
 TOKEN_IDS, DIGEST = "token_ids", "sha256"
 STATE_PREFIX = "base.state."
@@ -95,7 +93,7 @@ class Snapshot:
 
     `is_verified` says that the content is known to be what was made: it was made here, or agrees with its digest.
     `is_mapped` says that it is a file's memory map rather than `Backend.host_memory`. `prompt` is what the tokens were
-    rendered from, None where that is not known: in format 2, or where they are no system prompt's.
+    rendered from, None where they are no system prompt's.
     """
 
     def __init__(

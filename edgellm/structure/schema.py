@@ -28,11 +28,12 @@ from edgellm.structure.schema_keywords import (
     SCHEMAS,
     allowed_types,
     check_pattern,
+    in_the_last_draft,
     meant_keyword,
     require_valid,
+    rewritten,
     schema_error,
 )
-from edgellm.structure.schema_rewriting import in_the_last_draft, rewritten
 from edgellm.structure.steps import Steps, check_path, folded
 from edgellm.text.messages import JSONCopy
 

@@ -16,8 +16,7 @@ from edgellm.structure.reasoning import reasoning_marks, reasoning_state
 from edgellm.text.channels import begins_message, harmony_ids
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import HARMONY, ToolFormat, taught_format, tool_format
-from edgellm.tool_calls.harmony import HarmonyReader
-from edgellm.tool_calls.harmony_rules import harmony_constraint
+from edgellm.tool_calls.harmony import HarmonyReader, harmony_constraint
 from edgellm.tool_calls.reader import ToolReader
 from edgellm.tool_calls.rules import call_constraint
 from edgellm.tool_calls.values import is_object

@@ -17,7 +17,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import Mixture
 from edgellm.engines.model.operations import Scoring
 from edgellm.kernels.decode.heads_twin import capped
-from edgellm.kernels.experts.choice import chosen_experts
+from edgellm.kernels.experts.choice import chosen_experts, sigmoid
 
 _ONE = np.float32(1)
 #: The matrices of all experts (`ExpertMatrices`), and their biases [E, N].
@@ -83,15 +83,6 @@ def _relu_squared(x: np.ndarray) -> np.ndarray:
     return result
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-x))."""
-    result = np.negative(x)
-    with np.errstate(over="ignore"):  # as above: the result is 0
-        np.exp(result, out=result)
-    result += _ONE
-    return np.divide(_ONE, result, out=result)
-
-
 #: The functions of `Operations.activation` by their names.
 ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": silu,
@@ -100,7 +91,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "quick_gelu": _quick_gelu,
     "relu": lambda x: np.maximum(x, 0),
     "relu_squared": _relu_squared,
-    "sigmoid": _sigmoid,
+    "sigmoid": sigmoid,
     "tanh": np.tanh,
 }
 

@@ -75,8 +75,8 @@ class LoraAdapter:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
 
     @classmethod
-    def read(cls, path: str | Path, config: DecoderConfig, max_rank: int | None = None) -> LoraAdapter:
-        """Read an adapter for a model of dimensions `config`, of a rank up to `max_rank`.
+    def read(cls, path: str | Path, config: DecoderConfig) -> LoraAdapter:
+        """Read an adapter for a model of dimensions `config`.
 
         AdapterError lists everything that is wrong with it: settings that are not supported, tensors that are missing,
         unknown or of another shape than the settings and the model ask for, values that are not finite.
@@ -93,11 +93,6 @@ class LoraAdapter:
             pairs = _read_pairs(file, settings, config, problems)
         finally:
             file.close()
-        rank = max((pair.rank for pair in pairs.values()), default=0)
-        if max_rank is not None and rank > max_rank:
-            problems.append(
-                f"its rank is {rank}, but the engines take up to {max_rank}: build them with --max-lora-rank {rank}"
-            )
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems)
             raise AdapterError(

@@ -186,7 +186,7 @@ class DecoderConfig:
     qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    feature_layers: tuple[int, ...] = field(default=())
+    feature_layers: tuple[int, ...] = ()
     image_token_id: int | None = field(default=None, metadata=ADDED_LATER)
     spatial_merge_size: int = field(default=1, metadata=bounded(LARGEST_MERGE, True))
     mrope_section: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)

@@ -62,20 +62,6 @@ def code_words(padded: np.ndarray, codes: Codes) -> np.ndarray:
     return np.concatenate(found, axis=-1).view(np.uint8)
 
 
-def codes_of(words: np.ndarray, codes: Codes) -> np.ndarray:
-    """What `code_words` was given."""
-    (down, along, _), every, begin = words.shape, np.ascontiguousarray(words).view(np.uint32), 0
-    lanes = np.zeros((down, along, BLOCK_ROWS, _LANES, _STEPS * LANE_COLUMNS), np.uint8)
-    for turns in _tables(codes):
-        count = lanes.shape[-1] // len(turns)  # words of a lane
-        own = every[..., begin : begin + BLOCK_ROWS * _LANES * count]
-        pieces = own.reshape(down, along, -1, BLOCK_ROWS, _LANES, min(_PIECE, count))
-        lanes |= _parted(np.moveaxis(pieces, 2, 4).reshape(*lanes.shape[:-1], count), turns).reshape(lanes.shape)
-        begin += own.shape[-1]
-    columns = lanes.reshape(down, along, BLOCK_ROWS, _LANES, _STEPS, LANE_COLUMNS).transpose(0, 2, 1, 4, 3, 5)
-    return columns.reshape(down * BLOCK_ROWS, -1)
-
-
 def _tables(codes: Codes) -> tuple[tuple[Turns, ...], ...]:
     return (TURNS[codes], UPPER_TURNS[codes]) if codes in UPPER_TURNS else (TURNS[codes],)
 
@@ -87,12 +73,6 @@ def _joined(columns: np.ndarray, turns: tuple[Turns, ...]) -> np.ndarray:
         if low:
             words |= (_turned(every & low, turn) | _turned(every & high, more))[columns[..., column]]
     return words
-
-
-def _parted(words: np.ndarray, turns: tuple[Turns, ...]) -> np.ndarray:
-    """What `_joined` was given, uint8, but for bits that it leaves out."""
-    parts = [_turned(words, -turn) & low | _turned(words, -more) & high for low, turn, high, more in turns]
-    return np.stack(parts, axis=-1).astype(np.uint8)
 
 
 def _turned(words: np.ndarray, bits: int) -> np.ndarray:

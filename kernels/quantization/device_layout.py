@@ -1,4 +1,4 @@
-"""The layout in which kernels read weights of 4 to 8 bits: a pure function of a `PackedWeight`, and back.
+"""The layout in which kernels read weights of 4 to 8 bits: a pure function of a `PackedWeight`.
 
 A block is 8 rows times 128 columns: the codes as words of lanes (`code_words`), 512 bytes of 4 bits; then what belongs
 to the groups of the 8 rows. Of each row and group in a block follows the scale, and where there are zero points or
@@ -18,9 +18,9 @@ import numpy as np
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS, TURNS, code_words, codes_of
-from edgellm.kernels.quantization.packed_weight import Levels, PackedWeight, ScaledWeight, WeightFormat, rounded
-from edgellm.kernels.quantization.scale_factors import ScaleFactors, scale_factors
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS, TURNS, code_words
+from edgellm.kernels.quantization.packed_weight import PackedWeight, ScaledWeight, WeightFormat, rounded
+from edgellm.kernels.quantization.scale_factors import scale_factors
 
 #: By which small scales of float16 are stored times; the largest that stays finite.
 SMALL_FACTOR = 2.0**18
@@ -276,18 +276,6 @@ def _level_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     return np.concatenate((of_blocks.view(np.uint8).reshape(down, along, -1), placed), axis=-1)
 
 
-def _levels_of(layout: DeviceLayout, tails: np.ndarray) -> Levels:
-    """What `_level_tails` was given."""
-    (down, along), parts, halves = layout.blocks, layout.parts, layout.scales // 4
-    factors = tails[..., : 2 * BLOCK_ROWS * parts].copy().view(np.float16)
-    factors = factors.reshape(down, along, BLOCK_ROWS, parts).swapaxes(1, 2).reshape(-1, along, parts)[: layout.rows]
-    numbers = tails[..., 2 * BLOCK_ROWS * parts :].reshape(down, along, BLOCK_ROWS, halves, parts, 4)
-    numbers = numbers.transpose(0, 2, 1, 5, 3, 4).reshape(down * BLOCK_ROWS, along * layout.scales, parts)
-    groups = layout.format.groups(layout.columns)
-    numbers = (numbers[: layout.rows, :groups].astype(np.int16) - _LEVEL_OFFSET).astype(np.int8)
-    return Levels(np.ascontiguousarray(factors), numbers)
-
-
 def _factored_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     found = scale_factors(weight.scales)
     assert found is not None  # as when the layout was made
@@ -296,44 +284,6 @@ def _factored_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     factors[: layout.rows] = np.stack(found[1:], axis=-1) * large
     of_blocks = np.broadcast_to(factors.view(np.uint8).reshape(down, 1, BLOCK_ROWS, 8), (down, along, BLOCK_ROWS, 8))
     return np.concatenate((of_blocks, _placed(found.codes, layout)), axis=-1).reshape(down, along, -1)
-
-
-def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
-    """The weight that `to_device_layout` was given, without what it says of its inputs."""
-    format, (down, along) = layout.format, layout.blocks
-    wide, stored = layout.product == "float32", _scale_dtype(layout)
-    codes = codes_of(data[..., : layout.code_bytes], format.codes)[: layout.rows, : layout.columns]
-    tails = data[..., layout.code_bytes :].copy()
-    codes = np.ascontiguousarray(codes)
-    if layout.kind == "levels":
-        levels = _levels_of(layout, tails)
-        assert format.group is not None
-        products = levels.products(format.group)
-        minima = products[..., 1] if format.minima else None
-        return PackedWeight(format, codes, products[..., 0], minima=minima, levels=levels)
-    if layout.has_factors:
-        tails = tails.reshape(down, along, BLOCK_ROWS, -1)
-        factors, tails = tails[..., :8].copy().view(np.float32)[:, 0].reshape(-1, 2), tails[..., 8:].copy()
-    else:
-        tails = tails.view({"powers": np.uint8, "wide": np.uint32}.get(layout.kind, np.uint16))
-    halves = 2 if layout.scales == 8 else 1
-    tails = tails.reshape(down, along, BLOCK_ROWS, halves, layout.scales // halves, -1)
-    tails = tails.transpose(0, 2, 1, 4, 3, 5).reshape(down * BLOCK_ROWS, along * layout.scales, -1)
-    _, firsts = np.unique(layout.groups().reshape(-1), return_index=True)
-    chosen = tails[: layout.rows, firsts]
-    if layout.has_factors:
-        own = factors[: layout.rows] / np.float32(_factor(layout) * _BYTE_FACTOR)
-        scales = ScaleFactors(chosen[..., 0], own[:, 0], own[:, 1]).scales()
-    elif layout.kind == "powers":
-        scales = np.ldexp(np.float32(1), chosen[..., 0].astype(np.int32) - 127)
-    else:
-        scales = _values(chosen[..., 0], stored) / np.float32(_factor(layout))
-    zeros = None
-    if format.zeros:
-        points = chosen[..., 1].astype(np.uint16)  # of 32 bits, the lower half
-        zeros = (-_values(points, "float16" if wide else layout.product) - _zero_offset(layout)).astype(np.uint8)
-    minima = np.ascontiguousarray(_values(chosen[..., 1], stored)) if format.minima else None
-    return PackedWeight(format, codes, np.ascontiguousarray(scales), zeros, minima=minima)
 
 
 def _scale_dtype(layout: DeviceLayout) -> str:
@@ -366,9 +316,3 @@ def _bits(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float32":
         return values.view(np.uint32)
     return values.astype(np.float16).view(np.uint16) if dtype == "float16" else bfloat16_bits(values)
-
-
-def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "float16":
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else bits.view(np.float32)

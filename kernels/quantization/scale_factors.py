@@ -29,13 +29,6 @@ class ScaleFactors(NamedTuple):
     first: np.ndarray
     second: np.ndarray
 
-    def scales(self) -> np.ndarray:
-        """float32 [N, groups]."""
-        exponent, fraction = (self.codes >> 3).astype(np.int32), (self.codes & 7).astype(np.float64)
-        values = np.where(exponent == 0, np.ldexp(fraction, -9), np.ldexp(8 + fraction, exponent - 10))
-        products = (values * self.second[:, None]).astype(np.float32)
-        return (values * self.first[:, None] + products).astype(np.float32)
-
 
 def scale_factors(scales: np.ndarray) -> ScaleFactors | None:
     """The factors of scales float32 [N, groups]; None where there are none that give their bits."""

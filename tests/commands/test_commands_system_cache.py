@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -139,17 +138,17 @@ def test_another_system_prompt_beside_a_snapshot_is_refused(edgellm: Edgellm, en
 
 
 def without_prompt(path: Path) -> None:
-    """Make a snapshot one of format 2, as the last release wrote it."""
+    """Make a snapshot one that does not say what its tokens were rendered from."""
     snapshot = read_snapshot(path)
-    facts = replace(snapshot.facts, format_version=2)
+    facts = snapshot.facts
     tensors = {name: (facts.binding.dtype, snapshot.places[name].shape) for name in snapshot.rows}
-    old = Snapshot.allocate(facts, tensors, lambda nbytes: np.zeros(nbytes, np.uint8))
+    bare = Snapshot.allocate(facts, tensors, lambda nbytes: np.zeros(nbytes, np.uint8))
     for name in (*snapshot.rows, "token_ids"):
-        old.tensor(name)[...] = snapshot.tensor(name)
-    write_snapshot(path, old)
+        bare.tensor(name)[...] = snapshot.tensor(name)
+    write_snapshot(path, bare)
 
 
-def test_a_snapshot_of_the_format_before_is_used_and_brings_no_prompt(edgellm: Edgellm, engines: Path) -> None:
+def test_a_snapshot_without_its_prompt_is_used_and_brings_none(edgellm: Edgellm, engines: Path) -> None:
     path = built(edgellm, engines)
     without_prompt(path)
     assert b"edgellm_prompt" not in path.read_bytes()

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from device_weights import from_device_layout
+from launched_twins import launched
 
 from edgellm.kernels.decode.contract import (
     TOKEN_SHARE,
@@ -22,8 +24,8 @@ from edgellm.kernels.decode.contract import (
     activation_number,
 )
 from edgellm.kernels.decode.heads_twin import capped, pairs_apart, rms_norm, square_sums
-from edgellm.kernels.numpy_launch import NumpyLaunch, launched
-from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, from_device_layout
+from edgellm.kernels.numpy_launch import NumpyLaunch
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 

@@ -7,13 +7,14 @@ from functools import reduce
 
 import numpy as np
 from decode_twins import NumpyTiledKernels, product
+from launched_twins import launched
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.heads_twin import rms_norm
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, Convolution, EncoderKernels
 from edgellm.kernels.encoder.local_attention import local_attention, past_attention
-from edgellm.kernels.numpy_launch import checked_launch, launched
+from edgellm.kernels.numpy_launch import checked_launch
 
 _check = Contracts(EncoderKernels, np.ndarray)
 #: Scores that are held at a time.

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 from decode_twins import gated, product, rows_of, write
+from device_weights import from_device_layout
+from launched_twins import launched
 
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.experts.choice import chosen_experts, sigmoid
@@ -21,8 +23,8 @@ from edgellm.kernels.experts.contract import (
     check_pairs,
     check_sorted,
 )
-from edgellm.kernels.numpy_launch import NumpyLaunch, launched
-from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
+from edgellm.kernels.numpy_launch import NumpyLaunch
+from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 

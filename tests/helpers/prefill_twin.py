@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 from decode_twins import attend, heads_made_ready
+from device_weights import from_device_layout
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.heads_twin import rms_norm
 from edgellm.kernels.numpy_launch import NumpyLaunch, checked_launch
 from edgellm.kernels.prefill.contract import KeyValueRows, Launchable, PrefillKernels, RotaryPart, RowScales
-from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
+from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-
-from edgellm.kernels.numpy_launch import launched
+from launched_twins import launched
 
 
 class NumpyRank:

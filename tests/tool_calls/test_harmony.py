@@ -31,8 +31,7 @@ from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.calls import checked_choice
 from edgellm.tool_calls.formats import checkpoint_format
-from edgellm.tool_calls.harmony import HarmonyReader
-from edgellm.tool_calls.harmony_rules import harmony_constraint
+from edgellm.tool_calls.harmony import HarmonyReader, harmony_constraint
 
 IDS = {mark: 300 + number for number, mark in enumerate(MARKS)}
 TOOLS: list[dict[str, Any]] = [

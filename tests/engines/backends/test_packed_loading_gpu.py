@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from device_weights import from_device_layout
 from golden_files import golden_folder
 from gpu_device import device_copy
 
@@ -18,7 +19,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import InputPermutation, from_device_layout
+from edgellm.kernels.quantization.device_layout import InputPermutation
 from edgellm.kernels.quantization.row_runs import PackedRuns
 from edgellm.kernels.quantization.turn import AWQ_PLACES, TURNED, arrange, turn
 

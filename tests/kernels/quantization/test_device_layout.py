@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from device_weights import from_device_layout
 from packed_weights import GGUF_FORMATS, random_of, random_packed, rescaled, with_factors
 
 from edgellm.kernels.quantization.code_words import TURNS, UPPER_TURNS
@@ -13,7 +14,6 @@ from edgellm.kernels.quantization.device_layout import (
     SMALL_SCALE,
     DeviceLayout,
     device_layout,
-    from_device_layout,
     layout_refusal,
     to_device_layout,
 )
