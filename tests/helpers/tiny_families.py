@@ -124,8 +124,8 @@ MIXTURES = {
         "num_experts_per_tok": 3,
     },
 }
-#: Those whose windows are shorter than the texts of tests.
-# Gemma's heads are not tied here: with scaled embeddings each token would be followed by itself.
+#: Those whose windows are shorter than the texts of tests. Heads are Gemma's own: tied, with scaled embeddings, each
+#: token would be followed by itself.
 WINDOWED = {
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
