@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from edgellm.engines.model.audio import RealtimeConfig
 from edgellm.errors import is_whole, require
 from edgellm.llm import LLM
 from edgellm.multimodal.log_mel import Sound
@@ -43,10 +41,13 @@ class SpeechStream:
         #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.
         self._asked = self._language = language_name(language)
         self._sound, self._said, self._tokens = Sound(rate), "", 0
-        #: Of Voxtral Realtime: the prompt, and what was written that stays.
+        #: Where sound is added: the prompt, and what was written that stays.
         self._ids: list[int] = []
         # The first request need not wait for what it shares with all, as the chat template's compilation.
-        llm._runtime.count_tokens(self._request(self._sound.followed_by(np.zeros(1)), self._asked, ""))
+        first = self._request(self._sound.followed_by(np.zeros(1)), self._asked, "")
+        self._prompt_tokens = llm._runtime.count_tokens(first)
+        assert llm.directory.audio is not None  # it counted a sound's tokens
+        self._audio = llm.directory.audio
 
     @property
     def seconds(self) -> float:
@@ -56,16 +57,15 @@ class SpeechStream:
     @property
     def most_seconds(self) -> float:
         """How long what is heard may be, beside what the context holds."""
-        audio = self._llm.directory.audio
-        return audio.most_seconds if isinstance(audio, RealtimeConfig) else math.inf
+        return self._audio.most_seconds
 
     def hear(self, samples: np.ndarray) -> Transcription:
         """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, and ContextError where the
         whole is longer than the context holds; where it raises, nothing was heard: `finish`, and begin another stream
         with these samples."""
         sound = self._sound.followed_by(samples)
-        if isinstance(audio := self._llm.directory.audio, RealtimeConfig):
-            return self._written_on(sound, audio)
+        if self._llm.directory.config.adds_sound:
+            return self._written_on(sound)
         found = self._transcribed(sound, self._language, self._said)
         self._sound = sound
         if self._language is None and found.language in LANGUAGES.values():
@@ -82,14 +82,14 @@ class SpeechStream:
         """What was said, written anew as a whole."""
         return self._transcribed(self._sound, self._asked, "")
 
-    def _written_on(self, sound: Sound, audio: RealtimeConfig) -> Transcription:
+    def _written_on(self, sound: Sound) -> Transcription:
         """What was said, with the tokens that are new behind those that stay."""
         request = transcription_request(self._family, sound, **self._options)
         known = self._ids or self._llm.call(lambda runtime: runtime.prompt_ids(request)).result()
         with self._llm.submit(replace(request, prompt=known)) as generation:
             response = generation.result()
-        ids, first = [*known, *response.token_ids], 1 + audio.prompt_tokens
-        kept = ids[: audio.settled(sound.count / sound.rate)]
+        ids, first = [*known, *response.token_ids], self._prompt_tokens
+        kept = ids[: self._audio.settled(sound.count / sound.rate)]
         self._sound, self._tokens, self._ids = sound, len(ids) - first, kept if len(kept) > first else []
         return Transcription(self._llm.tokenizer.decode(ids[first:]).strip(), None, response)
 

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from edgellm.engines.closing import Closing
-from edgellm.errors import EdgeLLMError, require
+from edgellm.errors import EdgeLLMError, require, require_kind
 from edgellm.media.camera import Camera, Frame
 from edgellm.multimodal.image_input import read_image
 from edgellm.requests import Request, RequestOptions, Response, check_keywords
@@ -103,6 +103,7 @@ class Watch(Closing, Iterator[WatchedAnswer]):
         self._deadline, self._budget = options.pop("deadline", None), options.pop("latency_budget_ms", None)
         self._cancels, self._fixed = options.pop("cancels", False), options.pop("fixed", False)
         self._system, choice = options.pop("system", None), options.pop("choice", None)
+        require_kind(isinstance(question, str), "question", question, "text")
         for name, value in (("every", self._every), ("least_difference", self._least_difference)):
             require(0 <= as_float(value) < math.inf, name, value, "a number of at least 0")
         for name, limit in (("deadline", self._deadline), ("latency_budget_ms", self._budget)):

@@ -107,8 +107,9 @@ class Drafters:
         """Where the tokens would show which of the drafts was faster, nothing is proposed beside the draft model."""
         assert self._runner is not None
         runner, verification, limits = self._runner, self._runner.verification, self._directory.limits
-        adds_sound = self._directory.config.adds_sound
-        if adds_sound and setting is not None:
+        if self._directory.config.adds_sound:  # rounds bring no rows of sound
+            if setting is None:
+                return Policy()
             raise EngineError(
                 f"{self._directory.path} is a model that hears as it writes: nothing is drafted for it. Open it without"
             )
@@ -123,10 +124,7 @@ class Drafters:
             if not adaptive and not setting.gives_plain_tokens:
                 return FixedDrafter(plan)
             own = candidate_plans(setting, limits) if adaptive else fitting_plans(plan)
-        asked, gives = (
-            setting is not None and setting.proposes_given,
-            not adds_sound and (setting is None or setting.gives_plain_tokens),
-        )
+        asked, gives = setting is not None and setting.proposes_given, setting is None or setting.gives_plain_tokens
         if asked and self.index is None:
             self.index = SuffixIndex()
         index, most = self.index if asked else None, verification.most_given if gives else 0

@@ -49,7 +49,7 @@ def transcription(body: bytes, model: ServedModel) -> ParsedRequest:
     except Exception as error:
         raise http_error(error, {"": "file"}) from error
     ask = partial(transcription_request, model.family, sound, name, params=params, **request)
-    asked = checked("prompt", ask, prompt)
+    asked = checked("prompt" if prompt else "language", ask, prompt)
     about: dict[str, Any] = {"ignored": tuple(fields.ignored), "fields": {"": "file"}}
     about["pixels"] = sound[0].nbytes // 3  # sounds share the room that there is for images
     echoed = {"language": name, "seconds": len(sound[0]) / sound[1], "format": shape}

@@ -12,7 +12,6 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import at_place
 from edgellm.engines.families.audio_encoders import AUDIO_CACHE_BYTES, audio_inputs, audio_memory
 from edgellm.engines.families.programs import model_program, model_weights
-from edgellm.engines.model.audio import RealtimeConfig
 from edgellm.engines.model.limits import EngineShape, audio_shape
 from edgellm.engines.recently_used import RecentlyUsed
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines
@@ -42,11 +41,9 @@ class AudioEncoder:
         self.kind, self.config = directory.config.media["audio"], directory.audio
         self._directory, self._metrics = directory, metrics
         self.mel = read_mel_config(directory.path, self.config)
-        #: Tokens of a prompt whose sound is added to all that follows, too; None where a sound has tokens of its own.
-        self._written = self.config.prompt_tokens if isinstance(self.config, RealtimeConfig) else None
         chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
         samples = chunks * self.config.chunk_frames * self.mel.hop
-        if self._written is not None:  # all is in one window, with the silence around it
+        if self.config.prompt_tokens is not None:  # all is in one window, with the silence around it
             samples = min(samples, self.config.window_frames * self.mel.hop) - sum(self.mel.silence)
         self._most_seconds = samples / self.mel.rate
         #: Elements of a window's rows: those of the open one take as much memory, which the next ones are lent.
@@ -85,7 +82,7 @@ class AudioEncoder:
 
     def written(self, piece: PreparedAudio, number: int) -> list[int]:
         before, behind = self.config.around
-        count = piece.tokens if self._written is None else self._written
+        count = piece.tokens if self.config.prompt_tokens is None else self.config.prompt_tokens
         return [*before, *[self.kind.token_id] * count, *behind]
 
     def encode(self, pieces: Sequence[PreparedAudio]) -> list[MediaEmbeddings]:

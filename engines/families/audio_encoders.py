@@ -12,7 +12,7 @@ mean of two of Qwen2-Audio's, which do not see the silence (Chu et al. 2024).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -65,21 +65,24 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
     Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields and tensors that are
     missing, wrong or unknown; either lists all of them.
     """
-    unread: tuple[str, ...] = ()
-    if checkpoint.config.get("model_type") == "gemma4":
-        top, unread = ConfigFields(checkpoint.config, None, "gemma4"), _IMAGES
-        places = ((f"model.{name}.", f"{name}.") for name in ("audio_tower", "embed_audio"))
-        tower, projector = (first_prefix(each, checkpoint.tensors) for each in places)
-        config: AudioConfig = read_gemma4_audio(top, (tower, projector))
-        top.raise_problems()
-    elif checkpoint.config.get("model_type") == "voxtral_realtime":
-        config = read_realtime(checkpoint)
-    else:
-        config = _read_transformer(checkpoint)
+    config = audio_config(checkpoint.config, checkpoint.tensors)
+    unread = _IMAGES if config.family == "gemma4" else ()
     problems = checkpoint.problems(audio_weights(config), encoders=True, unread=unread)
     if problems:
         found = f"the weights of the encoder of speech do not fit config.json: {counted(problems)}"
         raise CheckpointError(f"{checkpoint.path}: {found}\nTake config.json and weights of one and the same model")
+    return config
+
+
+def audio_config(config_json: dict[str, Any], names: Iterable[str] = ()) -> AudioConfig:
+    """The encoder that a `config.json` describes, for tensors of these `names`. Raises as `read_audio` does."""
+    family = str(config_json.get("model_type"))
+    read = {"gemma4": read_gemma4_audio, "voxtral_realtime": read_realtime}.get(family, _read_transformer)
+    parts = "audio_tower", "embed_audio" if family == "gemma4" else "multi_modal_projector"
+    tower, projector = (first_prefix((f"model.{part}.", f"{part}."), names) for part in parts)
+    fields = ConfigFields(config_json, None, family)
+    config = read(fields, (tower, projector))
+    fields.raise_problems()
     return config
 
 
@@ -91,8 +94,8 @@ def without_lost_ears(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderC
     return replace(config, audio_token_id=None) if is_deaf else config
 
 
-def _read_transformer(checkpoint: Checkpoint) -> AudioConfig:
-    raw, family = checkpoint.config.get("audio_config"), str(checkpoint.config.get("model_type"))
+def _read_transformer(top: ConfigFields, prefixes: tuple[str, str]) -> AudioConfig:
+    raw, family = top.values.get("audio_config"), top.family
     sizes = _VOXTRAL_SIZES if family == "voxtral" else _SIZES
     usual = _WHISPER_DEFAULTS if family in _WHISPER else _ASR_DEFAULTS
     defaults = _DEFAULTS | dict(zip(sizes, usual, strict=True))
@@ -108,14 +111,14 @@ def _read_transformer(checkpoint: Checkpoint) -> AudioConfig:
         "intermediate_size": fields.size(inner),
         "hidden_size": fields.size(width),
     }
-    own = _whisper(fields, checkpoint, read) if family in _WHISPER else _qwen3_asr(fields)
+    own = _whisper(fields, top.values, read) if family in _WHISPER else _qwen3_asr(fields)
     hidden, count = read["hidden_size"], read["num_heads"]
     if count and (hidden % count or hidden % 2 or hidden < 4):
         fields.expect(width, hidden, f"a multiple of 2 and of {heads}, {count}, from 4 on")
     config = AudioConfig(
         mel_bins=fields.size("num_mel_bins", largest=_LARGEST_CHUNK),
-        tensor_prefix=first_prefix(("model.audio_tower.", "audio_tower."), checkpoint.tensors),
-        projector_prefix=first_prefix(("model.multi_modal_projector.", "multi_modal_projector."), checkpoint.tensors),
+        tensor_prefix=prefixes[0],
+        projector_prefix=prefixes[1],
         **read,
         **own,
     )
@@ -138,7 +141,7 @@ def _qwen3_asr(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
-def _whisper(fields: ConfigFields, checkpoint: Checkpoint, read: Mapping[str, Any]) -> dict[str, Any]:
+def _whisper(fields: ConfigFields, top: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
     hidden, inner, merged = read["hidden_size"], read["intermediate_size"], 2
     positions = fields.size("max_source_positions", largest=LARGEST_AUDIO_ROWS)
     if read["family"] == "voxtral":
@@ -148,11 +151,11 @@ def _whisper(fields: ConfigFields, checkpoint: Checkpoint, read: Mapping[str, An
             fields.expect("intermediate_size", inner, expected)
     elif positions % 2:
         fields.expect("max_source_positions", positions, "an even number: the mean of two rows becomes one token")
-    text = checkpoint.config.get("text_config")
+    text = top.get("text_config")
     whole = ConfigFields({**(text if isinstance(text, dict) else {})}, None, "text_config")
     out = whole.size("hidden_size", _WHISPER[read["family"]])
     whole.raise_problems()
-    activation = checkpoint.config.get("projector_hidden_act", "gelu")
+    activation = top.get("projector_hidden_act", "gelu")
     if activation != "gelu":
         fields.refuse("projector_hidden_act", activation, "supported is gelu")
     return {

@@ -11,9 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families.decoders import filled
-from edgellm.engines.families.fields import ConfigFields, first_prefix, read_rope
+from edgellm.engines.families.fields import ConfigFields, read_rope
 from edgellm.engines.families.vision_fields import text_hidden_size
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
 from edgellm.engines.model.audio import RealtimeConfig
@@ -38,10 +37,9 @@ _LARGEST_SIZE, _LARGEST_DELAY = 4096, 64
 _POSITIONS = "rotary_cos_sin"
 
 
-def read_realtime(checkpoint: Checkpoint) -> RealtimeConfig:
-    """The encoder of a checkpoint. Raises UnsupportedModelError and CheckpointError as `read_audio` does."""
-    top = ConfigFields(checkpoint.config, None, "voxtral_realtime")
-    raw = checkpoint.config.get("audio_config")
+def read_realtime(top: ConfigFields, prefixes: tuple[str, str]) -> RealtimeConfig:
+    """The encoder of a `config.json`; problems of its values go to `top`."""
+    raw = top.values.get("audio_config")
     fields = ConfigFields(filled(raw if isinstance(raw, dict) else {}, _DEFAULTS, is_part=True), None, "audio_config")
     fields.wrong, fields.unsupported = top.wrong, top.unsupported
     size = fields.size("head_dim", largest=_LARGEST_SIZE)
@@ -57,7 +55,7 @@ def read_realtime(checkpoint: Checkpoint) -> RealtimeConfig:
     hidden = fields.size("hidden_size")
     if hidden % 2 or size % 8:
         fields.expect("hidden_size, head_dim", [hidden, size], "an even number, and a multiple of 8")
-    config = RealtimeConfig(
+    return RealtimeConfig(
         family="voxtral_realtime",
         mel_bins=fields.size("num_mel_bins", largest=_LARGEST_SIZE),
         hidden_size=hidden,
@@ -70,8 +68,8 @@ def read_realtime(checkpoint: Checkpoint) -> RealtimeConfig:
         window_chunks=_LONGEST,
         merged=_ROWS,
         out_hidden_size=text_hidden_size(top),
-        tensor_prefix=first_prefix(("model.audio_tower.", "audio_tower."), checkpoint.tensors),
-        projector_prefix=first_prefix(("model.multi_modal_projector.", "multi_modal_projector."), checkpoint.tensors),
+        tensor_prefix=prefixes[0],
+        projector_prefix=prefixes[1],
         head_size=size,
         past=fields.size("sliding_window", largest=LARGEST_AUDIO_ROWS),
         epsilon=fields.positive("rms_norm_eps"),
@@ -79,8 +77,6 @@ def read_realtime(checkpoint: Checkpoint) -> RealtimeConfig:
         delay=top.size("default_num_delay_tokens", 6, _LARGEST_DELAY),
         silence=(_BEFORE, _BEHIND),
     )
-    top.raise_problems()
-    return config
 
 
 def realtime_inputs(config: RealtimeConfig, shape: EngineShape) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 #: Frames of a part at most; how many parts' logarithms are kept at least: a minute or two.
@@ -47,6 +48,21 @@ class AudioConfig:
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids before and behind a sound's tokens."""
         return (), ()
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Tokens of a prompt before any is written, where each token of a text has its part of a sound (Voxtral
+        Realtime); None where a sound has tokens of its own."""
+        return None
+
+    @property
+    def most_seconds(self) -> float:
+        """How long a sound may be, beside what the context holds."""
+        return math.inf
+
+    def settled(self, seconds: float) -> int:
+        """How many tokens of such a text, its first included, stay when a sound of so many `seconds` goes on."""
+        return 0
 
     @property
     def window_frames(self) -> int:
@@ -137,17 +153,14 @@ class RealtimeConfig(AudioConfig):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of a prompt that stand for the beginning of a sound, before any is written."""
         return self.silence[0] + self.delay
 
     @property
     def most_seconds(self) -> float:
-        """The longest sound."""
         tokens = self.window_chunks - sum(self.silence) - self.delay
         return tokens * self.chunk_frames / _FRAMES_A_SECOND
 
     def settled(self, seconds: float) -> int:
-        """How many tokens of a text, its first included, stay when a sound of so many `seconds` goes on."""
         return 1 + self.silence[0] + max(0, int((seconds - _AROUND) * _FRAMES_A_SECOND) // self.chunk_frames)
 
 

@@ -124,11 +124,13 @@ MIXTURES = {
         "num_experts_per_tok": 3,
     },
 }
-#: Those whose windows are shorter than the texts of tests.
+#: Those whose windows are shorter than the texts of tests. Heads are Gemma's own: tied, with scaled embeddings, each
+#: token would be followed by itself.
 WINDOWED = {
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
+        "tie_word_embeddings": False,
         "hidden_act": None,
         "sliding_window": 37,
         "attn_logit_softcapping": 2.0,
@@ -138,6 +140,7 @@ WINDOWED = {
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
+        "tie_word_embeddings": False,
         "head_dim": 256,
         "hidden_act": None,
         "num_attention_heads": 2,
@@ -151,7 +154,7 @@ WINDOWED = {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
         "hidden_act": None,
-        "tie_word_embeddings": False,  # else each token is followed by itself: embeddings are scaled
+        "tie_word_embeddings": False,
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_key_value_heads": 1,

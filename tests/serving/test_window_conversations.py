@@ -50,8 +50,7 @@ def engines(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """Two slots, a draft, context 320; rings go round once in a hundred tokens or so."""
-    # Tied, with scaled embeddings, each token would be followed by itself.
-    folder, changes = tmp_path_factory.mktemp("windows"), WINDOWED[request.param] | {"tie_word_embeddings": False}
+    folder, changes = tmp_path_factory.mktemp("windows"), WINDOWED[request.param]
     checkpoint = make_checkpoint(folder / "checkpoint", **changes)
     limits = EngineLimits(2, 16, 320, draft_top_k=4, draft_steps=3, verify_tree_size=12)
     limits = replace(limits, window_rows=changes["sliding_window"] + limits.window_step + SLACK)

@@ -281,8 +281,9 @@ def test_a_form_asks_the_model_its_familys_way() -> None:
     assert qwen.requests[0].messages[-1]["content"] == "language German<asr_text>"  # type: ignore[index]
     realtime = ServedModel("ears", family="voxtral_realtime")
     assert transcription(form(fields=NAMED), realtime).requests[0].prompt == "<s>[STREAMING_PAD]"
-    with pytest.raises(HTTPError, match="takes neither a language nor words"):
+    with pytest.raises(HTTPError, match="takes neither a language nor words") as caught:
         transcription(form(fields=fields), realtime)
+    assert caught.value.param == "language"
     with pytest.raises(HTTPError, match="takes no names and words to expect"):
         transcription(form(fields=fields | {"prompt": "EdgeLLM"}), ServedModel("ears", family="voxtral"))
 

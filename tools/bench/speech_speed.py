@@ -1,9 +1,10 @@
-"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, Voxtral Mini or Gemma 4 E2B, whole and
-while somebody speaks.
+"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, Voxtral Mini, Voxtral Realtime or
+Gemma 4 E2B, whole and while somebody speaks.
 
     python tools/bench/speech_speed.py [--model gemma4-e2b] [--work DIRECTORY] [--output RESULTS.json] [--layers N]
 
-Random weights in fp16 (Gemma 4: bf16), batch 1, noise of 60 seconds (`--seconds`), three tokens a second.
+Random weights in fp16 (Gemma 4: bf16), batch 1, noise of 60 seconds (`--seconds`), three tokens a second (Voxtral
+Realtime: the 12.5 that it has, in a stream also those of the silence behind what is new; nothing is drafted for it).
 `whole_factor` is the time of `LLM.transcribe` by the sound's length, `stream_factor` that of `SpeechStream.hear` every
 half second, each of whose calls writes five tokens anew and those of half a second more; medians of three sounds and
 one stream, each new.
@@ -24,7 +25,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,7 @@ from random_checkpoint import SHAPES, write_checkpoint
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import FAMILIES
-from edgellm.engines.families.audio_encoders import _read_transformer, audio_weights
-from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.gemma4_audio import read_gemma4_audio
+from edgellm.engines.families.audio_encoders import audio_config, audio_weights
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
@@ -53,6 +51,7 @@ RATE, TOKENS_A_SECOND, STEP, UNFIXED, PAUSE = 16000, 3, 0.5, 5, 2.0
 MARKERS = {
     "gemma4": ("<|audio|>", "<|audio>", "<audio|>"),
     "qwen3_asr": ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
+    "voxtral_realtime": ("[STREAMING_PAD]", "<s>"),
     "voxtral": ("[AUDIO]", "[BEGIN_AUDIO]", "<s>", "[INST]", "[/INST]", "[TRANSCRIBE]"),
 }
 TEMPLATE = (
@@ -69,6 +68,7 @@ def model_config(family: str, layers: int | None) -> tuple[dict[str, Any], Audio
     text, encoder = {
         "qwen3_asr": (SHAPES["qwen3-1.7b"] | {"model_type": "qwen3"}, {"output_dim": 2048}),
         "voxtral": ({"model_type": "llama"}, {}),  # its language model, too
+        "voxtral_realtime": ({}, {}),
         "gemma4": (SHAPES["gemma4-e2b"], {}),
     }[family]
     if layers is not None:
@@ -86,11 +86,7 @@ def model_config(family: str, layers: int | None) -> tuple[dict[str, Any], Audio
         "tie_word_embeddings": family != "voxtral",
         "eos_token_id": 257,
     }
-    if family == "gemma4":
-        prefixes = "model.audio_tower.", "model.embed_audio."
-        return config, read_gemma4_audio(ConfigFields(config, None, "gemma4"), prefixes)
-    read: Any = _read_transformer
-    return config, read(SimpleNamespace(config=config, tensors=()))
+    return config, audio_config(config)
 
 
 def write_model(directory: Path, config: dict[str, Any], audio: AudioConfig) -> None:
@@ -121,24 +117,32 @@ def noise(seconds: float, seed: int) -> np.ndarray:
     return samples
 
 
+def is_written_beside(llm: LLM) -> bool:
+    """Whether the sound says how many tokens are written, in no language that it takes."""
+    return llm.directory.config.adds_sound
+
+
 def whole(llm: LLM, seconds: float, seed: int) -> float:
     """Seconds of a transcription."""
-    samples = noise(seconds, seed)
+    samples, count = noise(seconds, seed), round(TOKENS_A_SECOND * seconds)
+    asked: dict[str, Any] = {} if is_written_beside(llm) else {"language": "en", "max_tokens": count}
     began = time.perf_counter()
-    found = llm.transcribe((samples, RATE), "en", max_tokens=round(TOKENS_A_SECOND * seconds), ignore_eos=True)
-    spent = time.perf_counter() - began
-    assert found.response.usage.completion_tokens == round(TOKENS_A_SECOND * seconds)
+    found = llm.transcribe((samples, RATE), ignore_eos=True, **asked)
+    spent, written = time.perf_counter() - began, found.response.usage.completion_tokens
+    assert written == count if asked else written > count
     return spent
 
 
 def stream_calls(llm: LLM, seconds: float, seed: int) -> list[float]:
     """Seconds of each call of a stream but the first; what is said is as long as speech would be."""
     samples, step, spans, said = noise(seconds, seed), round(STEP * RATE), [], 0
-    stream = SpeechStream(llm, RATE, "en", unfixed=UNFIXED, ignore_eos=True)
+    language = None if is_written_beside(llm) else "en"
+    stream = SpeechStream(llm, RATE, language, unfixed=UNFIXED, ignore_eos=True)
     for first in range(0, len(samples), step):
         # What is kept is not written again; a stream that keeps nothing yet adds what it has said.
         known = max(0, said - UNFIXED) or said
-        stream._options["max_tokens"] = max(1, int(TOKENS_A_SECOND * (first + step) / RATE) - known)
+        if language is not None:
+            stream._options["max_tokens"] = max(1, int(TOKENS_A_SECOND * (first + step) / RATE) - known)
         began = time.perf_counter()
         found = stream.hear(samples[first : first + step])
         spans.append(time.perf_counter() - began)
@@ -172,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--model", default="qwen3_asr", choices=["qwen3_asr", "voxtral", "gemma4-e2b"])
+    parser.add_argument("--model", default="qwen3_asr", choices=[*sorted(MARKERS.keys() - {"gemma4"}), "gemma4-e2b"])
     parser.add_argument("--layers", type=int, help="of both models, for a rehearsal")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--backend", default="tensorrt", choices=("tensorrt", "numpy"))
@@ -199,18 +203,19 @@ def main() -> None:
         features = zip(*(features_seconds(llm, seconds, seed) for seed in (4, 5, 6)), strict=True)
         stream_calls(llm, min(seconds, 3 * STEP), 7)
         calls = stream_calls(llm, seconds, 8)
-        llm.use_drafting(DraftingConfig(kind="suffix"))
-        time.sleep(PAUSE)  # what is put off until nobody waits
-        stream_calls(llm, min(seconds, 20 * STEP), 9)  # what rounds take is learned
-        drafted = stream_calls(llm, seconds, 10)
-        rounds = getattr(llm.drafting_report, "rounds", None)
+        ways = {"stream_factor": calls}
+        if not is_written_beside(llm):
+            llm.use_drafting(DraftingConfig(kind="suffix"))
+            time.sleep(PAUSE)  # what is put off until nobody waits
+            stream_calls(llm, min(seconds, 20 * STEP), 9)  # what rounds take is learned
+            ways["drafted_factor"] = stream_calls(llm, seconds, 10)
+            results["drafted_rounds"] = getattr(llm.drafting_report, "rounds", None)
     results["whole_factor"] = round(statistics.median(spans) / seconds, 5)
-    results["stream_factor"], results["drafted_factor"] = (round(sum(each) / seconds, 5) for each in (calls, drafted))
+    results |= {name: round(sum(each) / seconds, 5) for name, each in ways.items()}
     results["encoder_ms"] = round(encoder * 1000, 2)
     results["features_ms"] = [round(statistics.median(each) * 1000, 2) for each in features]
-    for name, each in (("call_ms", calls), ("drafted_ms", drafted)):
+    for name, each in zip(("call_ms", "drafted_ms"), ways.values(), strict=False):
         results[name] = [round(seconds * 1000, 2) for seconds in (statistics.median(each), max(each))]
-    results["drafted_rounds"] = rounds
     report(results, arguments.output)
 
 

@@ -42,6 +42,7 @@ _FAMILIES = (
     "nemotron_h",
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen3_5", "paligemma"),
     *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr", "voxtral", "qwen2_audio", "minicpmv4_6"),
+    "voxtral_realtime",
 )
 #: What changes nothing, or is not the language model's.
 _LEFT_OUT = (
@@ -57,6 +58,7 @@ _CORRECTIONS = ("correction_bias", "expert_bias")
 _OF_ENCODERS = (
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision", "merger"),
     *("audio_tower", "embed_audio", "mtp"),
+    "ada_rms_norm",  # what Voxtral Realtime's norms take in here
 )
 
 
