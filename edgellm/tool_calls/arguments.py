@@ -163,8 +163,8 @@ def text_forms(schema: dict[str, Any]) -> list[str] | None:
 
 
 def alternatives_of(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of which a value fulfils one: those of $ref, anyOf and oneOf that stand alone, each once, and one for
-    each type of a list. A schema that allows everything is an empty one."""
+    """The schemas of which a value fulfils one: those of $ref, anyOf, oneOf and an allOf of one that stand alone,
+    each once, and one for each type of a list. A schema that allows everything is an empty one."""
     found: list[dict[str, Any]] = []
     waiting, seen = [schema], set()
     while waiting:
@@ -176,7 +176,7 @@ def alternatives_of(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
             found += [{}] if each else []
         elif set(each) == {"$ref"}:
             waiting.append(referred(each["$ref"], root))
-        elif set(each) in ({"anyOf"}, {"oneOf"}):
+        elif set(each) in ({"anyOf"}, {"oneOf"}) or (set(each) == {"allOf"} and len(each["allOf"]) == 1):
             waiting += reversed(next(iter(each.values())))
         elif isinstance(each.get("type"), list) and named_values(each) is None:
             for kind in each["type"]:

@@ -201,9 +201,10 @@ class CharacterReader:
             name = yield from self._marked_text()
             character = yield from self._behind_spaces()
         else:
-            name, character = yield from self._word(character, lambda each: each not in _KEYED)
+            word, character = yield from self._word(character, lambda each: each not in _KEYED)
+            name = word.rstrip()
         self._require(character, ":")
-        return name.strip()
+        return name
 
     def _keyed_value(self, schema: Any, root: Any) -> Characters:
         """An argument as Gemma 4 writes it, as JSON, and the character behind it, `,` or `}`. Words without marks
