@@ -114,10 +114,12 @@ class Seconds:
         if self._unfaded >= FADED and not is_plain:
             kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
             self._covariance *= kept
-            for place, first in enumerate(self._first):
-                logs[place] *= kept
-                variances[place] = first + kept**2 * (variances[place] - first)
-        # How each term goes with what was measured (a covariance), which says how much of the surprise is its.
+            logs[:] = [kept * log for log in logs]
+            variances[:] = [a + kept**2 * (b - a) for a, b in zip(self._first, variances, strict=True)]
+        # How each term goes with what was measured (a covariance), which says how much of the surprise is its. Late
+        # steps and fading know nothing of what the load goes with: that is no more than both variances allow.
+        most = math.sqrt(self._variance * variances[-1])
+        self._covariance = max(-most, min(most, self._covariance))
         between = 0.0 if late else self._covariance
         load, shared, own = (0.0 if late else self._variance), between, 0.0 if is_plain else variances[place]
         total = load + own + NOISE**2 / steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,19 @@ def test_waiting_is_what_plain_steps_take_longer_for_it() -> None:
         found.record(None, 0.001)
         found.record(None, 0.0013, waited=True)
     assert found.of(None) - found.plain == pytest.approx(0.0003, rel=0.2)
+
+
+def test_whatever_steps_take_figures_stay_numbers() -> None:
+    """Rounds, waiting and late steps in any order, some of which take a thousand times as long."""
+    rng = random.Random(0)
+    for _ in range(40):
+        found = seconds_of()
+        for _ in range(400):
+            plan = rng.choice([None, None, ROUND, LARGER, CHAIN])
+            seconds = rng.choice([0.0008, 0.001, 0.002, 0.004, 1e-5, 0.5])
+            found.record(plan, seconds, rng.random() < 0.3, rng.random() < 0.4, rng.choice([1, 1, 7]))
+            assert 1e-9 < found.plain < 1e3 and all(1e-6 < found.ratio(each) < 1e6 for each in (None, ROUND, CHAIN))
+            assert min(found._variance, *found._variances) > 0.0
 
 
 # What drafting may lose.
