@@ -253,8 +253,7 @@ def _attend(
 def mixed(
     mixture: Mixture,
     x: np.ndarray,
-    given: np.ndarray,
-    correction: np.ndarray | None,
+    router: tuple[np.ndarray, np.ndarray | None, np.ndarray | None],
     gate_up: _Layer,
     down: _Layer,
     linear: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray],
@@ -268,8 +267,8 @@ def mixed(
         matrices, biases = layer
         return linear(rows, matrices.of(expert - first), None if biases is None else biases[expert - first])
 
-    rows = x.reshape(-1, x.shape[-1])
-    ids, shares = chosen_experts(given.reshape(len(rows), -1), mixture.routing, correction)
+    rows, (given, correction, scales) = x.reshape(-1, x.shape[-1]), router
+    ids, shares = chosen_experts(given.reshape(len(rows), -1), mixture.routing, correction, scales)
     total = np.zeros_like(rows)
     for expert in np.unique(ids[(ids >= first) & (ids < last)]).tolist():
         row, place = np.nonzero(ids == expert)
@@ -279,14 +278,14 @@ def mixed(
 
 
 def _activated(gate_up: np.ndarray, mixture: Mixture) -> np.ndarray:
-    """silu(gate) up of rows [.., 2 I], gate first: [.., I]. With a limit gate and up alternate: see `Mixture.limit`.
+    """activation(gate) up of rows [.., 2 I], gate first: [.., I]. With a limit both alternate: see `Mixture.limit`.
     Experts without gates give relu(up)^2 of rows [.., I]."""
     if not mixture.gated:
         return ACTIVATIONS["relu_squared"](gate_up)
     limit = mixture.limit
     if not limit:
         gate, up = np.split(gate_up, 2, axis=-1)
-        return ACTIVATIONS["silu"](gate) * up
+        return ACTIVATIONS[mixture.hidden_act](gate) * up
     gate = np.minimum(gate_up[..., ::2], limit)
     up = np.clip(gate_up[..., 1::2], -limit, limit)
     return (up + 1) * (gate * ACTIVATIONS["sigmoid"](gate * gate.dtype.type(1.702)))

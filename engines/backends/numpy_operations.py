@@ -290,8 +290,8 @@ class NumpyOperations(Operations[np.ndarray]):
             output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count), skip=skip)
         return output.reshape(*rows.shape[:2], -1), gates
 
-    def experts(self, step, x, scores, correction, gate_up, down):
-        return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear, step.own)
+    def experts(self, step, x, router, gate_up, down):
+        return mixed(step.mixture, x, router, gate_up, down, self.linear, step.own)
 
     def clip(self, x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         return np.minimum(np.maximum(x, low), high)

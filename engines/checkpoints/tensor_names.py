@@ -25,6 +25,7 @@ _STACKS = {
     **{f".mixer.experts.{each}_proj": (".mixer.experts.", (f"{each}_proj.weight",)) for each in ("up", "down")},
     ".block_sparse_moe.input_linear.weight": (".block_sparse_moe.experts.", _GATE_UP),
     ".block_sparse_moe.output_linear.weight": (".block_sparse_moe.experts.", _DOWN),
+    **{f".experts.{name}_proj": (".experts.", own) for name, own in (("gate_up", _GATE_UP), ("down", _DOWN))},
 }
 #: How the name of a stack's scales ends, of Hugging Face's FP8: each is that of a block of rows and columns.
 _SCALES = "_scale_inv"

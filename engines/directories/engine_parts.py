@@ -281,7 +281,10 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
         fits = beside or not mixture.latent_size
         _require(own, mixture, fits, "latent_size", "expected 0 but beside an expert of all tokens without a gate")
         for key in ("post_norms", "layer_scalars", "layer_embedding_size"):  # parts of an MLP that experts do not have
-            require(not getattr(config, key), key, "expected none of it where there is a 'mixture'")
+            fits = mixture.beside_mlp or not getattr(config, key)
+            require(fits, key, "expected none of it where a 'mixture' stands for MLPs")
+        fits = not mixture.beside_mlp or (config.post_norms and config.residual_scale == 1 and not config.layer_norms)
+        require(fits, "post_norms", "expected RMS norms, and a 'residual_scale' of 1, where experts stand beside MLPs")
     _check_layers(values, config, "feature_layers", layers)
     _check_layers(values, config, "nope_layers", layers - 1)
     has_window = "window" not in kinds or bool(config.sliding_window)

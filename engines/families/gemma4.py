@@ -18,8 +18,9 @@ from edgellm.engines.families.fields import ConfigFields, layer_count, windowed_
 from edgellm.engines.families.gemma import GEMMA3, read_gemma
 from edgellm.engines.families.gemma4_audio import GEMMA4_AUDIO_TOKEN
 from edgellm.engines.families.gemma4_vision import GEMMA4_IMAGE_TOKEN, GEMMA4_TOKENS
+from edgellm.engines.families.mixtures import read_mixture
 from edgellm.engines.formats.strict_formats import is_integer
-from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_IMAGE_TOKENS, DecoderConfig
+from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_IMAGE_TOKENS, DecoderConfig, Mixture
 
 _FULL, _KV_HEADS = "full_attention", "num_key_value_heads"
 _ROPE = {
@@ -35,10 +36,8 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
         fields.values = fields.values | {"layer_types": [*types[:-1], _FULL]}
     if fields.values.get("rope_parameters") is None:
         fields.values = fields.values | {"rope_parameters": _ROPE}
-    if fields.switch("enable_moe_block"):
-        reason = "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B, E4B, 12B or 31B"
-        fields.refuse("enable_moe_block", True, reason)
     fields.ignore("use_bidirectional_attention", "num_experts")
+    own: dict[str, Any] = {"naming": "gemma4", "mixture": _mixture(fields)} if fields.switch("enable_moe_block") else {}
     ahead = fields.values.get("use_bidirectional_attention")
     if ahead not in (None, "vision"):  # of the tokens of an image
         fields.refuse("use_bidirectional_attention", ahead, "supported is vision")
@@ -58,6 +57,7 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
         values_are_keys=fields.switch("attention_k_eq_v"),
         shared_rows=_count(fields, "num_kv_shared_layers", max(0, layers - 1)),
         layer_embedding_size=_count(fields, "hidden_size_per_layer_input", LARGEST_DEPTH * LARGEST_DEPTH, 256),
+        **own,
     )
     rows = fields.size("vocab_size_per_layer_input", 262144)
     if config.layer_embedding_size and config.vocab_size not in (0, rows):
@@ -74,6 +74,15 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
         local_rope_theta=local_theta if config.layer_kinds else None,
         shared_intermediate_size=2 * config.intermediate_size if is_wide else 0,
     )
+
+
+def _mixture(fields: ConfigFields) -> Mixture:
+    """Experts beside the MLP of each layer; shares are always normalized."""
+    fields.ignore("top_k_experts")
+    fields.size("num_experts")
+    fields.values = fields.values | {"num_experts_per_tok": fields.values.get("top_k_experts")}
+    own: dict[str, Any] = {"normalized": True, "hidden_act": "gelu_tanh", "beside_mlp": True}
+    return read_mixture(fields, "moe_intermediate_size", 1, **own)
 
 
 def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> int:

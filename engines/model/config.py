@@ -34,7 +34,7 @@ DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
 NAMINGS = (
     *("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss", "hunyuan"),
-    *("nemotron_h", "nemotron_h_mtp"),
+    *("nemotron_h", "nemotron_h_mtp", "gemma4"),
 )
 #: Beside the scaling of a rotary embedding: queries at positions from `original_max_position_embeddings` on are
 #: multiplied by 1 + this log(1 + how many times their position holds that length).
@@ -62,6 +62,10 @@ class Mixture:
     are at most the limit, ups within it both ways, and they give (up + 1) gate sigmoid(1.702 gate). Experts that are
     not `gated`, the one of all tokens among them, give down(relu(up)^2). With a `latent_size` those that are chosen
     take and give rows of that width, to which a layer leads and from which another leads back.
+
+    `hidden_act` is the activation of gates. Experts `beside_mlp` do not stand for it, but beside it (Gemma 4): a norm
+    of its own is before each, and before the router, whose shares are times a number of each expert, too; what each
+    gives is normed, and their sum is what the layer norms and adds.
     """
 
     experts: int = field(metadata=bounded(LARGEST_EXPERTS))
@@ -79,6 +83,8 @@ class Mixture:
     shared_gate: bool = field(default=True, metadata=ADDED_LATER)
     gated: bool = field(default=True, metadata=ADDED_LATER)
     latent_size: int = field(default=0, metadata=ADDED_LATER)
+    hidden_act: str = field(default="silu", metadata=one_of(MLP_ACTIVATIONS[:2], True))
+    beside_mlp: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def routing(self) -> Routing:
@@ -94,7 +100,7 @@ class Mixture:
         from edgellm.kernels.experts.contract import Activation  # as above
 
         kind = "alternating" if self.limit else "gated" if self.gated else "squared"
-        return Activation(kind, self.limit)
+        return Activation(kind, self.limit, self.hidden_act)
 
 
 class MediaKind(NamedTuple):
@@ -152,7 +158,7 @@ class DecoderConfig:
     `delta_products` has the number of the linear layer that each of `DELTA_PROJECTIONS` is multiplied in (none: all in
     one), counted as they come up: a checkpoint may pack some otherwise than others. With `attention_gate` each query
     head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
-    parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs. With `lone_parts` a layer is one
+    parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs, or beside them. With `lone_parts` a layer is one
     part behind its one norm: what mixes its tokens or, of the kind "mlp", an MLP or a mixture (Nemotron-H). With
     `attention_sinks` a number of each head takes part in the softmax of its scores as a key without a value.
 
@@ -319,7 +325,7 @@ class DecoderConfig:
         return any(kind in RECURRENT_KINDS for kind in self.layer_kinds)
 
     def mixture_of(self, index: int) -> Mixture | None:
-        """The mixture of experts of a layer; None where it has an MLP."""
+        """The mixture of experts of a layer; None where it has an MLP alone."""
         return None if self.mixture is None or index in self.mixture.dense_layers else self.mixture
 
     @property

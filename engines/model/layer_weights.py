@@ -10,6 +10,7 @@ from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, Selecti
 from edgellm.engines.model.row_steps import TOKEN_ROWS, TokenInputs
 from edgellm.engines.model.states import DeltaMatrix, SpaceMatrix
 from edgellm.engines.model.steps import (
+    AddResidual,
     Attention,
     Experts,
     Input,
@@ -193,7 +194,9 @@ class LayerWeights(NamedWeights):
             steps.append(NormLinear(value, (normed,), linear))
         return steps, places
 
-    def experts(self, mixture: Mixture, normed: Input, residual: str, result: str, keep: Keep | None) -> Experts:
+    def experts(
+        self, mixture: Mixture, normed: Input, residual: str | None, result: str, keep: Keep | None = None
+    ) -> Experts:
         """The mixture of experts of `normed` rows, added to the `residual`, as `result`."""
         hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
         width, latent = mixture.latent_size or hidden, tuple[Linear, ...]()
@@ -214,6 +217,7 @@ class LayerWeights(NamedWeights):
                 self.linear(f"{name}.down_proj", hidden, size, False),
                 *((self.linear(f"{name}_gate", 1, hidden, False),) if mixture.shared_gate else ()),
             )
+        beside = mixture.beside_mlp
         return Experts(
             result,
             normed,
@@ -227,6 +231,8 @@ class LayerWeights(NamedWeights):
             shared,
             keep,
             latent,
+            scored=Input(normed.value, (self.norm("mlp.gate_scale"),)) if beside else None,
+            scales=self.weight("mlp.expert_scales", count, dtype=_SMALL) if beside else None,
         )
 
     def residual(
@@ -253,10 +259,10 @@ class LayerWeights(NamedWeights):
         return [attended, *self.mlp(index, result, self.input(result, before), result)]
 
     def mlp(self, index: int, residual: str, normed: Input, result: str, keep: Keep | None = None) -> list[Step]:
-        """The MLP of `normed` rows in layer `index`, or its mixture of experts, added to the `residual`, which `keep`
-        gets, and the block of the tokens' own embeddings, as `result`."""
+        """The MLP of `normed` rows in layer `index`, its mixture of experts or both, added to the `residual`, which
+        `keep` gets, and the block of the tokens' own embeddings, as `result`."""
         config, mixture, inner = self._config, self._config.mixture_of(index), self._config.inner_size(index)
-        if mixture is not None:
+        if mixture is not None and not mixture.beside_mlp:
             return [self.experts(mixture, normed, residual, result, keep)]
         activation = "selected_activation" if result == "selected" else "activation"
         activation += "_wide" if inner != config.intermediate_size else ""
@@ -266,11 +272,19 @@ class LayerWeights(NamedWeights):
         factor = self.weight("layer_scalar", 1, dtype=_SMALL) if config.layer_scalars else None
         of_tokens = self._token_block(index, result, factor) if config.layer_embedding_size else []
         own, scale = None if of_tokens else factor, config.residual_scale
-        return [
-            NormLinear(activation, (normed,), up, config.hidden_act, config.gated_mlp),
-            LinearResidual(result, activation, down, residual, scale, keep, norm=norm, factor=own),
-            *of_tokens,
-        ]
+        steps: list[Step] = [NormLinear(activation, (normed,), up, config.hidden_act, config.gated_mlp)]
+        if mixture is None:
+            steps.append(LinearResidual(result, activation, down, residual, scale, keep, norm=norm, factor=own))
+        else:
+            sums, given = f"{result}_experts", Input(normed.value, (self.norm("pre_feedforward_layernorm_2"),))
+            of_mlp, of_experts = (self.norm(f"post_feedforward_layernorm_{number}") for number in (1, 2))
+            steps += [
+                self.experts(mixture, given, None, sums),
+                NormParts(sums, sums, (of_experts,)),
+                LinearResidual(sums, activation, down, sums, norm=of_mlp),
+                AddResidual(result, sums, residual, keep, norm=norm, factor=own),
+            ]
+        return steps + of_tokens
 
     def _up(self, name: str, size: int, gated: bool, bias: bool) -> Linear:
         """The first layer of an MLP of so many rows, with gates before them where it has such."""

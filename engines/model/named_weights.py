@@ -55,6 +55,12 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "mlp.expert_bias": "mixer.gate.e_score_correction_bias",
         **{f"mlp.fc{number}_latent_proj": f"mixer.fc{number}_latent_proj" for number in (1, 2)},
     },
+    "gemma4": {
+        "mlp.gate": "router.proj",
+        "mlp.gate_scale.weight": "router.scale",
+        "mlp.expert_scales": "router.per_expert_scale",
+        **{f"mlp.experts.*.{each}_proj": f"experts.*.{each}_proj" for each in ("gate", "up", "down")},
+    },
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 }
 #: Nemotron-H's head for multi-token prediction: its attention is the first "layer" there, its mixture the second.

@@ -172,14 +172,13 @@ class Operations(Protocol[Tensor]):
         self,
         step: Experts,
         x: Tensor,
-        scores: Tensor,
-        correction: Tensor | None,
+        router: tuple[Tensor, Tensor | None, Tensor | None],
         gate_up: tuple[Any, Tensor | None],
         down: tuple[Any, Tensor | None],
     ) -> Tensor:
-        """The sum of what the step's experts give of `x` [B, T, H] where the router gave `scores` [B, T, E]:
-        [B, T, H] float32. `gate_up` and `down` are weights of experts, which `weight` may give in a form of their
-        own, and their biases [E, N].
+        """The sum of what the step's experts give of `x` [B, T, H]: [B, T, H] float32. Of the `router` are the scores
+        [B, T, E], and the step's correction and scales [E]. `gate_up` and `down` are weights of experts, which `weight`
+        may give in a form of their own, and their biases [E, N].
         """
 
     def window_attention(

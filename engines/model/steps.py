@@ -217,6 +217,7 @@ class Normed(Step):
 
     value: str = field(metadata=READS)
     norm: Norm
+    gives: ClassVar[str] = "compute"
 
 
 @dataclass(frozen=True)
@@ -378,6 +379,8 @@ class Experts(Step):
     whichever rows are beside it. `correction` [E] is for the choice alone. `shared` are the layers of an expert that
     every token goes through: gate and up, down, and its own gate [1, H], if it has one. `keep` gets the residual. With
     the two layers `latent`, [L, H] and [H, L], experts take rows of the first's, and the second takes their sum.
+    Where `scored` is given the router takes that, and what it gives is divided by the root of H; `scales` [E] are what
+    the shares are multiplied by.
 
     Where ranks share the experts, `own` are the first of this one's and the one behind its last: the matrices are of
     these alone, and so is the output, a part of a sum of all ranks without a residual.
@@ -395,6 +398,8 @@ class Experts(Step):
     keep: Keep | None = field(default=None, metadata=ADDED_LATER)
     latent: tuple[Linear, ...] = field(default=(), metadata=ADDED_LATER)
     own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
+    scored: Input | None = field(default=None, metadata=READS | ADDED_LATER)
+    scales: WeightSpec | None = field(default=None, metadata=ADDED_LATER)
 
     called: ClassVar[str] = "the mixture of experts {0.router.name}"
     gives: ClassVar[str] = "residual"

@@ -8,11 +8,12 @@ namespace experts {
 using decode::FULL_WARP;
 
 // scores [rows, experts]; correction [experts] (null: none); x [rows, columns] and gate [columns] of T, of the expert that
-// every row goes through (null: there is none). Experts from `first` to before `last` have ids that count from the first;
+// every row goes through (null: there is none); scales [experts] of weights (null: 1). Experts from `first` to before `last` have ids that count from the first;
 // others' are -1, and their weights 0.
 struct Choice {
     const float *scores, *correction;
     const void *x, *gate;
+    const float* scales;
     int experts, chosen, columns, sigmoid, normalized, first, last;
     float epsilon, scale;
 };
@@ -136,6 +137,7 @@ __global__ void __launch_bounds__(32)
     __syncwarp();
     if (lane < given.chosen) {
         float weight = (given.normalized ? own_scores[lane] / divisor : own_scores[lane]) * given.scale;
+        if (given.scales != nullptr && own_ids[lane] >= 0) weight *= __ldg(given.scales + given.first + own_ids[lane]);
         if (is_nan) weight = __uint_as_float(0x7fffffffu);
         ids[row * given.chosen + lane] = own_ids[lane];
         weights[row * given.chosen + lane] = own_ids[lane] < 0 ? 0.f : weight;

@@ -8,7 +8,7 @@ from edgellm.kernels.experts.contract import Routing
 
 
 def chosen_experts(
-    given: np.ndarray, routing: Routing, correction: np.ndarray | None = None
+    given: np.ndarray, routing: Routing, correction: np.ndarray | None = None, scales: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """The ids [R, k] int32, rising, of the experts that rows choose, and their weights [R, k], in the dtype of what the
     router has `given`, [R, E].
@@ -27,6 +27,8 @@ def chosen_experts(
     if routing.normalized:
         weights = weights / (weights.sum(axis=1, keepdims=True) + weights.dtype.type(routing.epsilon))
     weights = weights * weights.dtype.type(routing.scale)
+    if scales is not None:
+        weights = weights * scales[ids]
     weights[np.isnan(given).any(axis=1)] = np.nan
     return ids.astype(np.int32), weights
 

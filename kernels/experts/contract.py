@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from edgellm.kernels.arrays import OwnArray
-from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.decode.contract import LinearWeights, activation_number
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
@@ -51,30 +51,42 @@ class Routing:
 
 
 class Activation(NamedTuple):
-    """What experts make of the sums of their first layer: "gated" silu(gate) up of gates, then ups; "alternating"
-    (gpt-oss) gates and ups in turn, gates at most the `limit`, ups within it both ways, and (up + 1) gate sigmoid(1.702
-    gate); "squared" (Nemotron 3) relu(up)^2, without gates."""
+    """What experts make of the sums of their first layer: "gated" activation(gate) up of gates, then ups, where `gate`
+    is one of the gated activations of decode/contract.py; "alternating" (gpt-oss) gates and ups in turn, gates at most
+    the `limit`, ups within it both ways, and (up + 1) gate sigmoid(1.702 gate); "squared" (Nemotron 3) relu(up)^2,
+    without gates; "sums" these."""
 
     kind: str = "gated"
     limit: float = 0.0
+    gate: str = "silu"
 
     @property
     def sums(self) -> int:
         """How many sums make an element."""
-        return 1 if self.kind == "squared" else 2
+        return 1 if self.kind in ("squared", "sums") else 2
+
+    @property
+    def number(self) -> int:
+        """That of the activation of gates, as kernels know it."""
+        return activation_number(self.gate)
+
+
+#: Of the second layer.
+SUMS = Activation("sums")
 
 
 class Choice(NamedTuple):
     """A choice of experts by the `scores` float32 [R, E] of a router, and how. `correction` float32 [E]. `shared`: rows
     [R, H] and the gate [1, H] of the expert that every row goes through, compute: sigmoid of their product is its
     share. With the first of a rank's `own` experts and the one behind its last, ids count from the first, and those of
-    others are -1 with a weight of 0."""
+    others are -1 with a weight of 0. Shares are multiplied by the `scales` float32 [E] of their experts."""
 
     routing: Routing
     scores: OwnArray
     correction: OwnArray | None = None
     shared: tuple[OwnArray, OwnArray] | None = None
     own: tuple[int, int] | None = None
+    scales: OwnArray | None = None
 
 
 class Routed(NamedTuple):

@@ -20,7 +20,7 @@ from edgellm.kernels.decode.arguments import (
     linear_argument,
     rows_of,
 )
-from edgellm.kernels.decode.contract import ACTIVATIONS, MAX_TILED_ROWS, SLICES, STEP, slice_steps
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, slice_steps
 from edgellm.kernels.decode.geometries import DEEP, NARROW, Geometry, block_share
 from edgellm.kernels.decode.linear import LINEAR_MACROS
 from edgellm.kernels.decode.packed_rows import packed_rows, packed_rows_kernel
@@ -42,7 +42,7 @@ class _Choice(ctypes.Structure):
     """`Choice` of choice.cu."""
 
     _fields_ = members(
-        "void* scores correction x gate",
+        "void* scores correction x gate scales",
         "int experts chosen columns sigmoid normalized first last",
         "float epsilon scale",
     )
@@ -65,7 +65,7 @@ class _Product(ctypes.Structure):
         *members(
             "void* expert_ids input output counters",
             "ulonglong stride",
-            "int experts biases sharing pairs most",
+            "int experts biases sharing pairs most activation",
             "float limit",
         ),
     ]
@@ -76,7 +76,7 @@ _CHOICE_MACROS = (
     ("HOST_ADDITION_BYTES", ctypes.sizeof(_Addition)),
     ("HOST_ADDING_THREADS", _ADDING_THREADS),
 )
-_PRODUCT_MACROS = (*LINEAR_MACROS, ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)), ("HOST_SILU", ACTIVATIONS["silu"]))
+_PRODUCT_MACROS = (*LINEAR_MACROS, ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)))
 
 
 class CudaExperts:
@@ -86,7 +86,7 @@ class CudaExperts:
         self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
 
     def choose(self, choice, routed):
-        routing, scores, correction, shared, own = choice
+        routing, scores, correction, shared, own, scales = choice
         experts, chosen, rows = routing.experts, routing.chosen, scores.size // routing.experts
         reason = contract.experts_refusal(experts, chosen)
         if reason is not None or scores.dtype != "float32":
@@ -97,7 +97,7 @@ class CudaExperts:
         if x is not None and (x.shape[-1] % 8 or {x.dtype, *(() if gate is None else (gate.dtype,))} != {self.dtype}):
             raise KernelError(f"rows {x.dtype} {list(x.shape)} have no shared expert; expected {self.dtype} in eights")
         argument = _Choice(
-            *addresses(scores, correction, x, gate),
+            *addresses(scores, correction, x, gate, scales),
             *(experts, chosen, 0 if x is None else x.shape[-1], routing.sigmoid, routing.normalized),
             *(own or (0, experts)),
             *(routing.epsilon, routing.scale),
@@ -107,15 +107,15 @@ class CudaExperts:
         return Launch(self.module, kernel, (rows, 1, 1), 32, 0, (argument, *map(ctypes.c_void_p, addresses(*routed))))
 
     def gate_up(self, x, expert_ids, experts, how, output):
-        return self._product(how.kind, x, expert_ids, experts, output, how)
+        return self._product(x, expert_ids, experts, output, how)
 
     def down(self, x, expert_ids, experts, output):
-        return self._product("sums", x, expert_ids, experts, output, None)
+        return self._product(x, expert_ids, experts, output, contract.SUMS)
 
     def down_add(self, x, experts, products, addition, counters):
         argument, rows = self._addition(products, addition)
         check_room("counters", counters, rows, counter_words(argument.width))
-        return self._product("sums", x, addition.routed.expert_ids, experts, products, None, (argument, counters))
+        return self._product(x, addition.routed.expert_ids, experts, products, contract.SUMS, (argument, counters))
 
     def add(self, outputs, addition):
         """See `NumpyExperts.add`, of up to 65,535 rows."""
@@ -143,18 +143,17 @@ class CudaExperts:
 
     def _product(
         self,
-        kind: str,
         x: DeviceArray,
         expert_ids: DeviceArray,
         experts: contract.ExpertWeights,
         output: DeviceArray,
-        how: contract.Activation | None,
+        how: contract.Activation,
         adding: tuple[_Addition, DeviceArray] | None = None,
     ) -> Launch:
-        """The product of all pairs: of x [R, K] `how` activated, or without that of each pair's own row. `adding`: what
-        is added, too, and its counters."""
-        (rows, columns), layout, gated, chosen = experts.shape, experts.layout, kind == "gated", expert_ids.shape[-1]
-        outputs, sharing = (rows, 1) if how is None else (rows // how.sums, chosen)
+        """The product of all pairs: of x [R, K] `how` activated, or for sums of each pair's own row. `adding`: what is
+        added, too, and its counters."""
+        (rows, columns), layout, gated, chosen = experts.shape, experts.layout, how.kind == "gated", expert_ids.shape[-1]
+        outputs, sharing = rows // how.sums, 1 if how == contract.SUMS else chosen
         pairs = contract.check_pairs(rows_of(expert_ids), chosen)
         reason = contract.matrix_refusal(rows, columns, gated, layout)
         if reason is not None or x.dtype != self.dtype:
@@ -163,12 +162,12 @@ class CudaExperts:
         check_room("output", output, pairs, outputs)
         linear = linear_argument(experts.linear, 1, rows // 2 if gated else rows, 1.0)
         addition, counters = adding or (_Addition(), None)
-        most, (kernel, blocks, shared_bytes) = self._way(kind, experts, pairs, chosen)
+        most, (kernel, blocks, shared_bytes) = self._way(how.kind, experts, pairs, chosen)
         arguments = _Product(
             *(linear, addition),
             *addresses(expert_ids, x, output, counters),
             rows * columns * 2 if layout is None else expert_bytes(layout, experts.experts),
-            *(experts.experts, rows, sharing, pairs, most, 0.0 if how is None else how.limit),
+            *(experts.experts, rows, sharing, pairs, most, how.number, how.limit),
         )
         return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes, (arguments,))
 

@@ -20,7 +20,6 @@ from edgellm.kernels.decode.arguments import (
     decode_kernel,
     linear_argument,
 )
-from edgellm.kernels.decode.contract import ACTIVATIONS
 from edgellm.kernels.decode.tiled_linear import TiledLinear, capacity_of
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
@@ -64,7 +63,7 @@ class _SortedRows(ctypes.Structure):
 class _SortedProduct(ctypes.Structure):
     """`SortedProduct` of prompt_rows.cu."""
 
-    _fields_ = [("tiled", TiledLinear), ("sorted", _SortedRows), *members("float limit")]
+    _fields_ = [("tiled", TiledLinear), ("sorted", _SortedRows), *members("float limit", "int activation")]
 
 
 SORTING = decode_kernel(
@@ -105,7 +104,6 @@ def product_kernel(
         ("HOST_STAGE_BYTES", tiling.stage_bytes),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)),
         ("HOST_SORTED_PRODUCT_BYTES", ctypes.sizeof(_SortedProduct)),
-        ("HOST_SILU", ACTIVATIONS["silu"]),
     )
     sizes = [*tiling[:6], *(() if layout is None else (layout.scales, layout.mode))]
     arguments = ", ".join((CUDA_TYPES[dtype], f"experts::{kind.upper()}", *map(str, sizes)))
@@ -141,29 +139,28 @@ class CudaSortedExperts(CudaExperts):
 
     def sorted_gate_up(self, x, sorted_pairs, experts, how, output):
         pairs = output.size * how.sums // experts.shape[0]
-        return self._sorted_product(how.kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, how.limit)
+        return self._sorted_product(x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, how)
 
     def sorted_down(self, x, sorted_pairs, experts, output):
         pairs = output.size // experts.shape[0]
         check_room("x", x, pairs, experts.shape[1])
-        return self._sorted_product("sums", x, sorted_pairs.pairs, sorted_pairs, experts, output, pairs, 0.0)
+        return self._sorted_product(x, sorted_pairs.pairs, sorted_pairs, experts, output, pairs, contract.SUMS)
 
     def _sorted_product(
         self,
-        kind: str,
         x: DeviceArray,
         source: DeviceArray,
         sorted_pairs: contract.SortedPairs,
         experts: contract.ExpertWeights,
         output: DeviceArray,
         pairs: int,
-        limit: float,
+        how: contract.Activation,
     ) -> Launch:
         """The product of all pairs; `source` says of which rows of x."""
-        (rows, columns), layout, gated = experts.shape, experts.layout, kind == "gated"
+        (rows, columns), layout, gated = experts.shape, experts.layout, how.kind == "gated"
         tile = contract.check_sorted(sorted_pairs, pairs, experts.experts)
         reason = contract.matrix_refusal(rows, columns, gated, layout)
-        wanted = "float32" if kind == "sums" else self.dtype
+        wanted = "float32" if how == contract.SUMS else self.dtype
         if reason is not None or (x.dtype, output.dtype) != (self.dtype, wanted):
             raise KernelError(reason or f"experts multiply {self.dtype} to {wanted}, not {x.dtype} to {output.dtype}")
         if layout is not None:
@@ -178,7 +175,7 @@ class CudaSortedExperts(CudaExperts):
             *addresses(source, sorted_pairs.pairs, sorted_pairs.expert, sorted_pairs.tiles),
             *(weight_bytes // experts.experts, rows),
         )
-        kernel = product_kernel(kind, self.dtype, tiling, stages, one)
+        kernel = product_kernel(how.kind, self.dtype, tiling, stages, one)
         grid, shared = tiling.grid(batch, rows, self.gpu), tiling.shared_bytes(stages)
-        arguments = _SortedProduct(tiled, places, limit)
+        arguments = _SortedProduct(tiled, places, how.limit, how.number)
         return Launch(self.module, kernel, grid, tiling.threads, shared, (arguments,))

@@ -34,8 +34,8 @@ class NumpyExperts:
     @launched
     def choose(self, choice: Choice, routed: Routed) -> None:
         """To `routed` what each row chooses."""
-        routing, scores, correction, shared, own = choice
-        ids, weights = chosen_experts(rows_of(scores), routing, correction)
+        routing, scores, correction, shared, own, scales = choice
+        ids, weights = chosen_experts(rows_of(scores), routing, correction, scales)
         if own is not None:
             is_own = (own[0] <= ids) & (ids < own[1])
             ids, weights = np.where(is_own, ids - own[0], -1), np.where(is_own, weights, 0)
@@ -154,7 +154,7 @@ def activated(sums: np.ndarray, how: Activation) -> np.ndarray:
     if how.kind == "squared":
         return np.square(np.maximum(sums, 0))
     if how.kind == "gated":
-        return gated(sums, "silu")
+        return gated(sums, how.gate)
     gate, up = np.minimum(sums[..., ::2], how.limit), np.clip(sums[..., 1::2], -how.limit, how.limit)
     return (up + 1) * gate * sigmoid(np.float32(1.702) * gate)
 

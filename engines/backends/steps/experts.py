@@ -26,6 +26,7 @@ from edgellm.engines.model.steps import (
     Keep,
     Linear,
     LinearResidual,
+    Normed,
     NormLinear,
     SideBySide,
     Step,
@@ -55,8 +56,8 @@ COUNTERS = "expert_counters"
 @dataclass(frozen=True)
 class ChooseExperts(Step):
     """output = the ids of the experts that each row goes through by its `scores`; `shares` get its shares of them, and
-    with a `gate` [1, H] `shared_shares` its share of the shared expert, by what is `given`. Where ranks share the
-    experts, ids count from the first of this rank's `own`, and others' are -1, with shares of 0."""
+    with a `gate` [1, H] `shared_shares` its share of the shared expert, by what is `given`. Shares are times the
+    `scales` of experts, if these have such. Where ranks share the experts, ids count from the first of this rank's `own`, and others' are -1, with shares of 0."""
 
     shares: str = field(metadata=_WRITTEN)
     shared_shares: str = field(metadata=_WRITTEN)
@@ -66,6 +67,7 @@ class ChooseExperts(Step):
     correction: WeightSpec | None = None
     gate: Linear | None = None
     own: tuple[int, int] | None = None
+    scales: WeightSpec | None = None
     called: ClassVar[str] = "the choice of experts for {0.output}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
@@ -150,11 +152,15 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
     scores, given, ids, shares, inner, *shared = (f"{step.output}_{name}" for name in names)
     mixture, (shared_inner, shared_output, shared_shares) = step.mixture, shared
     gate = step.shared[2] if len(step.shared) == 3 else None
-    scored = NormLinear(scores, (step.given,), step.router, keep=Keep(given))
-    choice = ChooseExperts(ids, shares, shared_shares, scores, given, mixture, step.correction, gate, step.own)
+    if step.scored is None:
+        yield NormLinear(scores, (step.given,), step.router, keep=Keep(given))
+    else:
+        yield NormLinear(scores, (step.scored,), step.router, scale=step.router.weight.shape[1] ** -0.5)
+        yield Normed(given, step.given.value, *step.given.norms)
+    numbers = step.correction, gate, step.own, step.scales
+    yield ChooseExperts(ids, shares, shared_shares, scores, given, mixture, *numbers)
     if step.own is not None:
         mixture = replace(mixture, experts=step.own[1] - step.own[0])
-    yield from (scored, choice)
     if step.shared:
         activation = "silu" if mixture.gated else "relu_squared"
         yield NormLinear(shared_inner, (Input(given),), step.shared[0], activation, mixture.gated)
@@ -197,7 +203,8 @@ class ChooseByRow(Implementation[ChooseExperts]):
         array, gate = run.array, step.gate
         shared = None if gate is None else (array(step.given), array(gate.weight.name))
         routed = _routed(run, step.output, step.shares, None if gate is None else step.shared_shares)
-        choice = Choice(step.mixture.routing, array(step.scores), run.found(step.correction), shared, step.own)
+        scores, correction, scales = array(step.scores), run.found(step.correction), run.found(step.scales)
+        choice = Choice(step.mixture.routing, scores, correction, shared, step.own, scales)
         return [run.kernels.experts.choose(choice, routed)]
 
 

@@ -9,7 +9,7 @@ from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Add, Input, NormParts, Scale, SideBySide
+from edgellm.engines.model.steps import Add, Input, Normed, NormParts, Scale, SideBySide
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 
 
@@ -29,6 +29,17 @@ class AddRows(Implementation[Add]):
     def launches(self, step: Add, run: Launching, next_early: bool) -> list[Any]:
         added = NormedInput(run.array(str(step.other)), None)
         return [run.kernels.few.norm_residual(added, run.array(step.value), run.array(step.output))]
+
+
+class NormRows(Implementation[Normed]):
+    """Norms whole rows."""
+
+    def scratch(self, step: Normed, program: Program) -> Edge:
+        return {step.output: program.kinds[step.output]}
+
+    def launches(self, step: Normed, run: Launching, next_early: bool) -> list[Any]:
+        normed, _ = run.normed(run.array(step.value), step.norm)
+        return [run.kernels.few.norm(normed, run.array(step.output), next_early=next_early)]
 
 
 class RowsSideBySide(Implementation[SideBySide]):

@@ -15,7 +15,14 @@ from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
 from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SquaresOfParts, SumRanks
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
-from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows, TokenInputsInPlace
+from edgellm.engines.backends.steps.rows import (
+    AddRows,
+    NormPartsInPlace,
+    NormRows,
+    RowsSideBySide,
+    ScaleRows,
+    TokenInputsInPlace,
+)
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model import steps
@@ -35,6 +42,7 @@ TABLE: dict[type[steps.Step], tuple[Implementation[Any], ...]] = {
     steps.Scale: (ScaleRows(),),
     steps.Add: (AddRows(),),
     steps.SideBySide: (RowsSideBySide(),),
+    steps.Normed: (NormRows(),),
     steps.NormParts: (NormPartsInPlace(),),
     TokenInputs: (TokenInputsInPlace(),),
     steps.NormLinear: _LINEAR,
