@@ -66,7 +66,7 @@ def law_of(name: str, deviation: float) -> Law:
         return {"range": [-1.5, -0.5] if name.endswith("min") else [0.5, 1.5]}
     return (
         {"range": [0.5, 1.5]}
-        if any(part in name for part in ("norm", "ln_q", "layer_scalar", "std_scale"))
+        if any(part in name for part in ("norm", "ln_q", "layer_scalar", "std_scale", "router.scale", "expert_scale"))
         else {"deviation": deviation}
     )
 

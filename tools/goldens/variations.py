@@ -677,6 +677,21 @@ VARIATIONS = {
         seed=3790,
         **_LONG,
     ),
+    # As 26B-A4B: experts beside the MLP.
+    "gemma4_moe": Variation(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": _BOTH,
+            **{"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 16},
+        },
+        rope=_GEMMA4_ROPE,
+        dtype="bfloat16",
+        seed=3792,
+        **_LONG,
+    ),
     "nemotron_h_latent": Variation(
         "nemotron_h",
         {
