@@ -20,7 +20,7 @@ from edgellm.engines.families.gemma4_audio import GEMMA4_AUDIO_TOKEN
 from edgellm.engines.families.gemma4_vision import GEMMA4_IMAGE_TOKEN, GEMMA4_TOKENS
 from edgellm.engines.families.mixtures import read_mixture
 from edgellm.engines.formats.strict_formats import is_integer
-from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_IMAGE_TOKENS, DecoderConfig, Mixture
+from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_EXPERTS, LARGEST_IMAGE_TOKENS, DecoderConfig, Mixture
 
 _FULL, _KV_HEADS = "full_attention", "num_key_value_heads"
 _ROPE = {
@@ -78,11 +78,11 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
 
 def _mixture(fields: ConfigFields) -> Mixture:
     """Experts beside the MLP of each layer; shares are always normalized."""
-    fields.ignore("top_k_experts")
-    fields.size("num_experts")
-    fields.values = fields.values | {"num_experts_per_tok": fields.values.get("top_k_experts")}
+    chosen = fields.size("top_k_experts", largest=LARGEST_EXPERTS)
+    fields.size("num_experts", largest=LARGEST_EXPERTS)
+    fields.values = fields.values | {"num_experts_per_tok": chosen or 1}
     own: dict[str, Any] = {"normalized": True, "hidden_act": "gelu_tanh", "beside_mlp": True}
-    return read_mixture(fields, "moe_intermediate_size", 1, **own)
+    return read_mixture(fields, "moe_intermediate_size", LARGEST_EXPERTS, **own)
 
 
 def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> int:

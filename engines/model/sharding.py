@@ -107,7 +107,7 @@ class _Sharding:
 
     def shard(self) -> Shard:
         kinds: dict[type, Callable[[Any], Sequence[Step] | None]] = {
-            **dict.fromkeys((Scale, Add, TokenInputs), self._whole),
+            **dict.fromkeys((Scale, Add, TokenInputs, AddResidual), self._whole),
             NormLinear: self._norm_linear,
             NormParts: self._norm_parts,
             Attention: self._attention,
@@ -166,7 +166,9 @@ class _Sharding:
     def _norm_parts(self, step: NormParts) -> Sequence[Step] | None:
         """Norms of the queries and keys of all heads: ranks add the squares of their own."""
         attention = self._attentions.get(step.output)
-        if attention is None or step.value != step.output or any(norm.bias is not None for norm in step.norms):
+        if attention is None:
+            return self._whole(step)
+        if step.value != step.output or any(norm.bias is not None for norm in step.norms):
             return None
         heads, size = (self._queries(attention), self._heads(attention)), attention.heads[2]
         cuts = [Cut(0, ((size * first, size * last),)) for first, last in heads]

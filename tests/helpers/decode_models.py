@@ -147,7 +147,7 @@ RECURRENT["delta_nets_of_two_products"] = replace(
 
 
 #: Mixtures of experts: each kind of scores and of shares, layers with an MLP between them, an expert that all rows go
-#: through with a gate and without one, experts without gates, and gpt-oss's, with sinks.
+#: through with a gate and without one, experts without gates, beside an MLP, and gpt-oss's, with sinks.
 MIXED = {
     "qwen3_moe": replace(FAMILIES["qwen3"], mixture=Mixture(6, 2, 24, dense_layers=(1,))),
     "olmoe": replace(SCALED["granite"], mixture=Mixture(40, 5, 32, normalized=False)),
@@ -166,6 +166,11 @@ MIXED = {
         hidden_act="relu_squared",
         gated_mlp=False,
         mixture=Mixture(6, 3, 24, "sigmoid", True, shared_size=40, shared_gate=False, gated=False, latent_size=16),
+    ),
+    "gemma4_moe": replace(
+        SCALED["gemma4"],
+        **{"num_layers": 2, "layer_kinds": ("window", "attention"), "shared_rows": 0, "layer_embedding_size": 0},
+        **{"naming": "gemma4", "mixture": Mixture(6, 3, 24, hidden_act="gelu_tanh", beside_mlp=True)},
     ),
     "nemotron_h": replace(
         LLAMA,
@@ -213,7 +218,7 @@ def random_model(
     arrays = {}
     for spec in decoder_weights(config):
         scale = 0.1 if len(spec.shape) == 1 else spec.shape[1] ** -0.5
-        near_one = "norm" in spec.name or spec.name.endswith("layer_scalar")
+        near_one = "norm" in spec.name or "_scal" in spec.name
         arrays[spec.name] = random.standard_normal(spec.shape, np.float32) * scale + near_one
     if config.token_row_size:
         arrays[TOKEN_ROWS] = random.standard_normal((batch, tokens, config.token_row_size), np.float32)

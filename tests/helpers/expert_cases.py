@@ -60,7 +60,7 @@ def random_ids(experts: int, chosen: int, rows: int, seed: int = 0) -> np.ndarra
 
 
 #: What experts make of their first layer's sums.
-ACTIVATIONS = (Activation(), Activation("alternating", 0.5), Activation("squared"))
+ACTIVATIONS = (Activation(), Activation("alternating", 0.5), Activation("squared"), Activation(gate="gelu_tanh"))
 
 
 @lru_cache(maxsize=2)

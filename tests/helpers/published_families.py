@@ -358,6 +358,25 @@ GEMMA_4_E4B = GEMMA_4_E2B | {
     "num_kv_shared_layers": 18,
     "use_double_wide_mlp": False,
 }
+GEMMA_4_26B_A4B = GEMMA_4_E2B | {
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "hidden_size": 2816,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 2112,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 1024,
+    "top_k_experts": 8,
+    "use_double_wide_mlp": False,
+}
 OLMO_2_7B = {
     "architectures": ["Olmo2ForCausalLM"],
     "model_type": "olmo2",
@@ -827,6 +846,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gemma-3-1b": (GEMMA_3_1B, 999_885_952),
     "gemma-4-E2B": (GEMMA_4_E2B, 4_628_569_344 + 35),  # and a number of each layer
     "gemma-4-E4B": (GEMMA_4_E4B, 7_463_013_376 + 42),
+    "gemma-4-26B-A4B": (GEMMA_4_26B_A4B, 25_233_141_760 + 30),
     "OLMo-2-1124-7B": (OLMO_2_7B, 7_298_617_344),
     "OLMo-2-0425-1B": (OLMO_2_1B, 1_484_916_736),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),

@@ -213,6 +213,10 @@ MIXTURES["gpt_oss"] = {
     "num_experts_per_tok": 3,
     "sliding_window": 20,
 }
+MIXTURES["gemma4_moe"] = WINDOWED["gemma4"] | {
+    **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+    **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32},
+}
 MIXTURES["qwen3_5_moe"] = {
     "architectures": ["Qwen3_5MoeForCausalLM"],
     "model_type": "qwen3_5_moe_text",

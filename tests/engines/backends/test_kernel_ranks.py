@@ -41,7 +41,7 @@ SHARED = [
     "gemma4",
 ]
 #: Experts that ranks have some of, in rows of few and of many experts, with biases, and beside one of all tokens.
-MIXTURES = ["qwen3_moe", "gpt_oss", "shared_expert", "latent_experts"]
+MIXTURES = ["qwen3_moe", "gpt_oss", "shared_expert", "latent_experts", "gemma4_moe"]
 #: Convolutions, delta rules and state spaces, of which ranks have heads; norms of groups behind these.
 STATES = ["short_convolutions", "gated_delta_nets", "state_spaces", "spaces_of_one_group", "lone_parts", "qwen3_5_moe"]
 SHARING = Mixture(6, 2, 24, shared_size=48)

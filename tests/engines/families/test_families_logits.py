@@ -197,6 +197,8 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
         ("starcoder2", {"mlp_bias": False}),
         ("qwen3_moe", {"mixture": Mixture(6, 2, 16, normalized=False, dense_layers=(1,))}),
         ("qwen3_moe", {"mixture": Mixture(6, 1, 16, dense_layers=(1,))}),
+        ("gemma4_moe", {"mixture": Mixture(6, 3, 16, beside_mlp=True)}),
+        ("gemma4_moe", {"mixture": Mixture(6, 2, 16, hidden_act="gelu_tanh", beside_mlp=True)}),
         ("olmoe", {"joint_qk_norm": False, "qk_norm": False}),
         ("olmoe", {"mixture": Mixture(6, 2, 16)}),
         ("granitemoe", {"residual_scale": 1.0}),

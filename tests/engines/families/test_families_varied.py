@@ -426,7 +426,7 @@ def test_gemma_4() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"enable_moe_block": True}, "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B"),
+        ({"enable_moe_block": True, "router_bias": True}, "router_bias is true, which is not known of this family"),
         ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention is "all", supported is vision'),
         ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input is 100, supported is vocab_size, 262144"),
         ({"per_layer_config": {"4": {"head_dim": 512}, "9": {"head_dim": 256}}}, "supported are head_dim and num_key"),

@@ -43,7 +43,7 @@ WINDOWS = (
     "phi3_window_7",
     "qwen2_window_7",
 )
-EXPERTS = ("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text")
+EXPERTS = ("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "gemma4_moe", "qwen3_5_moe_text")
 #: Hybrids with mixtures.
 MIXED = ("granite4_moe", "nemotron_h_moe")
 #: The first with KV rows of both kinds.

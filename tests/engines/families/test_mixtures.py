@@ -149,7 +149,8 @@ def test_packed_answers_are_those_of_the_dense_twin(
     source = make_checkpoint(tmp_path / "model", 4, **MIXTURES[family])
     found = []
     for model in write_packed(source, tmp_path / "packed", tmp_path / "twin"):
-        build_engine_directory(model, tmp_path / f"{model.name}_engines", EngineLimits(3, 32, 128), [], "float16")
+        dtype = "bfloat16" if family == "gemma4_moe" else "float16"
+        build_engine_directory(model, tmp_path / f"{model.name}_engines", EngineLimits(3, 32, 128), [], dtype)
         found.append(answers(tmp_path / f"{model.name}_engines"))
     assert found[0] == found[1] and len(set(found[0])) == len(TEXTS)
     facts = directory_facts(tmp_path / "packed_engines", verify=True)
@@ -177,7 +178,7 @@ def test_packed_experts_of_a_width_of_their_own(make_checkpoint: Callable[..., P
     ("backend", "kv_cache"),
     [("numpy", "compute"), *(pytest.param("tensorrt", each, marks=pytest.mark.gpu) for each in ("compute", "int8"))],
 )
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4_moe"])
 def test_sessions_snapshots_adapters_and_drafts(
     family: str,
     backend: str,
@@ -188,7 +189,7 @@ def test_sessions_snapshots_adapters_and_drafts(
     tmp_path: Path,
 ) -> None:
     """Answers of a conversation with and without what was kept of it, drafted and plain; an adapter changes them."""
-    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES[family])
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES[family] | {"torch_dtype": "bfloat16"})
     engines, kept = tmp_path / "engines", tmp_path / "kept.edgekv"
     with Checkpoint.open(source) as checkpoint:
         config = decoder_config(checkpoint.config)

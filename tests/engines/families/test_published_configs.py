@@ -19,7 +19,6 @@ TABLE = json.loads(lzma.decompress((GOLDENS / "published" / "configs.json.xz").r
 #: Defaults that are no model that this project has, or none at all, and published models of which it has others alone.
 REFUSED: dict[str, tuple[type[Exception], str]] = {
     "starcoder2": (CheckpointError, "eos_token_id is 50256, but vocab_size is 49152"),
-    "gemma-4-26B-A4B": (UnsupportedModelError, "enable_moe_block is true, .* which is not supported: take Gemma 4 E2B"),
     **dict.fromkeys(("smolvlm", "idefics3"), (CheckpointError, "image_token_id is 128257, expected a token id from 0")),
     "minicpmv4_6": (CheckpointError, "image_token_id is null, expected a token id from 0"),
     "llava": (CheckpointError, "image_token_index is 32000, expected a token id from 0 to 31999"),

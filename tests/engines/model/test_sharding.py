@@ -39,7 +39,7 @@ SHARED = [
     *(("gpt_oss", 2), ("qwen3_moe", 2), ("granitemoe", 2), ("gemma2", 2), ("gemma3", 2), ("cwm_window_5", 2)),
     *(("llama_biases_head_dim_10", 4), ("qwen2_yarn", 3), ("phi3_partial_tied", 4), ("starcoder2", 3), ("minicpm", 3)),
     *(("qwen3_5_text", 2), ("qwen3_5_moe_text", 2), ("lfm2", 3), ("lfm2_moe", 2), ("olmo2", 2), ("olmo2", 4)),
-    *(("gemma4", 2), ("gemma4_plain", 2), ("gemma4_unified", 2)),
+    *(("gemma4", 2), ("gemma4_plain", 2), ("gemma4_unified", 2), ("gemma4_moe", 2)),
 ]
 REFUSED = [
     ("qwen3", 3, "the 4 query heads of layer 0 cannot be shared equally by 3 GPUs: take a number that divides them"),

@@ -43,6 +43,7 @@ MIXTURES = {
     "sigmoid": Mixture(7, 3, 16, "sigmoid", True, True, 1e-6, 2.0),
     "gpt_oss": Mixture(7, 3, 16, biases=True, limit=0.4),
     "without gates": Mixture(7, 3, 16, "sigmoid", True, scale=2.5, gated=False),
+    "gemma4": Mixture(7, 3, 16, hidden_act="gelu_tanh", beside_mlp=True),
 }
 
 
@@ -88,7 +89,8 @@ def test_the_sum_is_that_of_the_numpy_backend(name: str, packed: bool) -> None:
     def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
         return x @ weight.T if bias is None else x @ weight.T + bias
 
-    expected = mixed(mixture, x, scores, None, *layers, linear)
+    scales = random.uniform(0.5, 1.5, 7).astype(np.float32) if mixture.beside_mlp else None
+    expected = mixed(mixture, x, (scores, None, scales), *layers, linear)
     kernels, chosen = NumpyExperts(), mixture.chosen
     routed = Routed(
         np.zeros((rows, chosen), np.int32), np.zeros((rows, chosen), np.float32), np.zeros(rows, np.float32)
@@ -96,7 +98,7 @@ def test_the_sum_is_that_of_the_numpy_backend(name: str, packed: bool) -> None:
     inner, outputs = np.zeros((rows, chosen * 16), np.float32), np.zeros((rows, chosen * hidden), np.float32)
     gate, shared = random.standard_normal((1, hidden), np.float32), random.standard_normal((rows, hidden), np.float32)
     residual, total = random.standard_normal((rows, hidden), np.float32), np.zeros((rows, hidden), np.float32)
-    choice = Choice(mixture.routing, scores, None, (x, gate))
+    choice = Choice(mixture.routing, scores, None, (x, gate), scales=scales)
     for launch in (
         kernels.choose(choice, routed),
         kernels.gate_up(x, routed.expert_ids, own[0], mixture.activation, inner),

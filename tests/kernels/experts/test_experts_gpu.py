@@ -50,7 +50,7 @@ def routed_on(gpu: Any, rows: int, chosen: int, shared: bool = False) -> Routed:
 @pytest.mark.parametrize("rows", [1, 5, 64, 300])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
-    """Ties and NaN too; a row's own is the same alone."""
+    """Ties and NaN too, and shares with scales; a row's own is the same alone."""
     own, kernels = ROUTINGS[name], CudaExperts(gpu.kernel_module, "float16")
     scores, correction = random_scores(own, rows)
     scores[rows // 2, own.experts // 2] = np.nan
@@ -60,10 +60,12 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
     for added in (None, correction):
         routed, given = routed_on(gpu, rows, own.chosen, True), device_copy(gpu, scores)
         more = None if added is None else device_copy(gpu, added)
-        kernels.choose(Choice(own, given, more, shared), routed)()
+        scales = None if added is None else np.exp(added)
+        many = None if scales is None else device_copy(gpu, scales)
+        kernels.choose(Choice(own, given, more, shared, scales=many), routed)()
         expected = Routed(*(np.zeros_like(gpu.download(each)) for each in routed if each is not None))
         rounded = tuple(from_bits(to_bits(each, "float16"), "float16") for each in (x, gate))
-        NumpyExperts().choose(Choice(own, scores, added, rounded), expected)()
+        NumpyExperts().choose(Choice(own, scores, added, rounded, scales=scales), expected)()
         ids, weights = gpu.download(routed.expert_ids), gpu.download(routed.expert_weights)
         # NumPy's exponentials round otherwise: of neighbours that are as good as equal either is right.
         same = (ids == expected.expert_ids).all(axis=1)
@@ -74,7 +76,7 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
         for row in {0, rows - 1} - {rows // 2}:
             alone = routed_on(gpu, 1, own.chosen)
             one = device_copy(gpu, scores[row : row + 1].copy())
-            kernels.choose(Choice(own, one, more), alone)()
+            kernels.choose(Choice(own, one, more, scales=many), alone)()
             np.testing.assert_array_equal(gpu.download(alone.expert_ids)[0], ids[row])
             np.testing.assert_array_equal(gpu.download(alone.expert_weights)[0], weights[row])
 
@@ -196,8 +198,9 @@ def test_a_rank_multiplies_and_adds_its_own_experts_alone(gpu, kind: str, rows: 
     (first, last), hidden, size, routing = (2, 5), 512, 128, Routing(EXPERTS, CHOSEN)
     kernels, scores = CudaExperts(gpu.kernel_module, "float16"), device_copy(gpu, random_scores(routing, rows)[0])
     whole, own = (routed_on(gpu, rows, CHOSEN) for _ in range(2))
-    kernels.choose(Choice(routing, scores), whole)()
-    kernels.choose(Choice(routing, scores, own=(first, last)), own)()
+    scales = device_copy(gpu, np.linspace(0.5, 1.5, EXPERTS, dtype=np.float32))
+    kernels.choose(Choice(routing, scores, scales=scales), whole)()
+    kernels.choose(Choice(routing, scores, own=(first, last), scales=scales), own)()
     ids, weights = gpu.download(whole.expert_ids), gpu.download(whole.expert_weights)
     is_own = (ids >= first) & (ids < last)
     np.testing.assert_array_equal(gpu.download(own.expert_ids), np.where(is_own, ids - first, -1))
