@@ -846,7 +846,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gemma-3-1b": (GEMMA_3_1B, 999_885_952),
     "gemma-4-E2B": (GEMMA_4_E2B, 4_628_569_344 + 35),  # and a number of each layer
     "gemma-4-E4B": (GEMMA_4_E4B, 7_463_013_376 + 42),
-    "gemma-4-26B-A4B": (GEMMA_4_26B_A4B, 25_233_141_760 + 30),
+    "gemma-4-26B-A4B": (GEMMA_4_26B_A4B, 25_233_141_760 + 30 + 5 * 1024 * 2816),  # and keys that are values
     "OLMo-2-1124-7B": (OLMO_2_7B, 7_298_617_344),
     "OLMo-2-0425-1B": (OLMO_2_1B, 1_484_916_736),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
