@@ -313,6 +313,11 @@ def _gpt_oss(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
+def _gemma4(metadata: Metadata, config: _Config) -> _Config:
+    mixture = _mixture(metadata)
+    return gemma4_config(metadata, config) | mixture | {"top_k_experts": mixture["num_experts_per_tok"]}
+
+
 _TANH_GELU = {"hidden_act": "gelu_pytorch_tanh"}
 _GEMMA3 = _TANH_GELU | {"hidden_activation": "gelu_pytorch_tanh"}
 _SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1}
@@ -339,7 +344,7 @@ _ARCHITECTURES = {
     "gemma3": Architecture(
         "gemma3_text", gemma3_config, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS
     ),
-    "gemma4": Architecture("gemma4_text", gemma4_config, False, _GEMMA3, names=layer_names.GEMMA4_NAMES, uneven=True),
+    "gemma4": Architecture("gemma4_text", _gemma4, constants=_GEMMA3, **layer_names.GEMMA4),
     "phi3": Architecture(
         "phi3", _window, False, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     ),

@@ -7,11 +7,17 @@ from typing import Any
 POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 POST_NORMS = POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
 GEMMA3_NORMS = POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
-GEMMA4_NAMES = GEMMA3_NORMS | {
+_GEMMA4_NAMES = GEMMA3_NORMS | {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
     **{"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"},
+    **{f"post_ffw_norm_{number}": f"post_feedforward_layernorm_{number}" for number in (1, 2)},
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+}
+GEMMA4: dict[str, Any] = {
+    **{"biased": False, "uneven": True, "naming": "gemma4", "names": _GEMMA4_NAMES},
+    "whole": {"ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale"},
 }
 _CONVOLUTION = ("conv", "in_proj", "out_proj")
 LFM2: dict[str, Any] = {"naming": "lfm2", "names": {f"shortconv.{each}": f"conv.{each}" for each in _CONVOLUTION}}

@@ -59,7 +59,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "mlp.gate": "router.proj",
         "mlp.gate_scale.weight": "router.scale",
         "mlp.expert_scales": "router.per_expert_scale",
-        **{f"mlp.experts.*.{each}_proj": f"experts.*.{each}_proj" for each in ("gate", "up", "down")},
+        **{f"mlp.experts.*.{each}_proj": f"experts.*.{each}_proj" for each in ("gate", "up", "gate_up", "down")},
     },
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 }

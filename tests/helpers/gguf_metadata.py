@@ -200,6 +200,9 @@ def _gemma4(config: Config, rope: Config) -> dict[str, Any]:
         "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
         "final_logit_softcapping": config["final_logit_softcapping"],
     }
+    if config.get("enable_moe_block"):
+        found |= _experts(config, rope) | {"expert_count": config["num_experts"]}
+        found["expert_used_count"] = config["top_k_experts"]
     if "num_key_value_heads" in own:
         counts = (config["num_key_value_heads"] if each else own["num_key_value_heads"] for each in windowed)
         found["attention.head_count_kv"] = list(counts)

@@ -87,7 +87,11 @@ _NAMES = {
     **dict.fromkeys(("mlp.gate", "mlp.router", "feed_forward.gate", "block_sparse_moe.router.layer"), "ffn_gate_inp"),
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{f"mlp.shared_expert.{each}_proj": f"ffn_{each}_shexp" for each in ("gate", "up", "down")},
-    **{f"mlp.experts.{each}_proj": f"ffn_{each}_exps" for each in ("gate", "up", "down")},
+    **{f"mlp.experts.{each}_proj": f"ffn_{each}_exps" for each in ("gate", "up", "gate_up", "down")},
+    **{"router.proj": "ffn_gate_inp", "router.scale": "ffn_gate_inp.scale"},
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    **{f"post_feedforward_layernorm_{number}": f"post_ffw_norm_{number}" for number in (1, 2)},
     **{f"mamba.{each}": f"ssm_{name}" for each, name in (("in_proj", "in"), ("out_proj", "out"), ("norm", "norm"))},
     **{"mamba.conv1d": "ssm_conv1d", "mamba.A_log": "ssm_a", "mamba.D": "ssm_d", "mamba.dt_bias": "ssm_dt.bias"},
     "self_attn.sinks": "attn_sinks.weight",
@@ -209,9 +213,9 @@ def _with_stacks(
         elif ".experts." in name or ".block_sparse_moe.input_" in name or ".block_sparse_moe.output_" in name:
             ending = "bias" if name.endswith("_bias") else "weight"
             turned = values.swapaxes(1, 2) if kind == "gpt-oss" and ending == "weight" else values
-            module = f"{name.split('.mlp.')[0].split('.block_sparse_moe.')[0]}.mlp.experts"
-            parts = (("down", turned),)
-            if "gate_up_proj" in name or "input_linear" in name:
+            module = f"{re.split(r'[.](?:mlp|block_sparse_moe|experts)[.]', name)[0]}.mlp.experts"
+            parts = (("gate_up" if "gate_up" in name else "down", turned),)
+            if ("gate_up_proj" in name and kind != "gemma4") or "input_linear" in name:
                 half = turned.shape[1] // 2
                 halves = (
                     (turned[:, ::2], turned[:, 1::2]) if kind == "gpt-oss" else (turned[:, :half], turned[:, half:])

@@ -271,7 +271,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
         ("olmoe", {"olmoe.expert_weights_scale": 2.5}, r"'expert_weights_scale' of its experts is 2\.5, supp"),
         ("granitemoe", {"granitemoe.expert_shared_feed_forward_length": 16}, "it has a shared expert"),
         ("olmoe", {"olmoe.expert_used_count": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
-        ("gemma4", {"gemma4.expert_count": 8}, "enable_moe_block is true, a mixture of experts beside an MLP"),
+        ("gemma4_moe", {"gemma4.expert_gating_func": 2}, "'expert_gating_func' of its experts is 2, supported is 1"),
         (
             "gemma4",
             {"gemma4.feed_forward_length": [24] * 5 + [48]},
