@@ -17,7 +17,7 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.http.errors import HTTPError
 from edgellm.http.fields import ParsedRequest
 from edgellm.requests import Chunk, Request, Response, TokenLogprobs
-from edgellm.structure.reasoning import ReasoningMarks, ReasoningState, reasoning_marks, reasoning_state
+from edgellm.structure.reasoning import ReasoningMarks, ReasoningState, channel_name, reasoning_marks, reasoning_state
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.calls import ToolCall, ToolCallDelta
@@ -51,10 +51,11 @@ class AnswerReader:
         marks: ReasoningMarks | None,
         state: ReasoningState,
         shown_ids: Iterable[int] = (),
+        name: str = "",
     ) -> None:
         """`answer` is the engine's, which knows the tokens that end it without being a part of it; `state` is that of
         the reasoning behind the prompt, of no account without `marks`. `shown_ids` are special tokens whose text is in
-        the answer's."""
+        the answer's. A `name` that the reasoning begins with is no part of it."""
         self._text_of = partial(tokenizer.decode, shown_ids=frozenset(shown_ids))
         self._ends_at, self._marks = answer.ends_at, marks
         self._state: ReasoningState = "closed" if marks is None else state
@@ -65,6 +66,7 @@ class AnswerReader:
         self._first_said = self._said_from
         self._held: str | None = None  # space at the end of what was thought so far, None before there is anything
         self._strips = False
+        self._name, self._opening = name, ""  # of what was thought, where it may be the name
         #: How many tokens the model has thought, the marks among them.
         self.reasoning_tokens = 0
 
@@ -76,7 +78,8 @@ class AnswerReader:
         marks = None if request.messages is None else reasoning_marks(tokenizer)
         state = reasoning_state(tokenizer, marks, sequence.prompt_ids, continued_text(request))
         shown_ids = () if sequence.calls is None else sequence.calls.shown_ids
-        return cls(tokenizer, sequence.answer, marks, state, shown_ids)
+        name = channel_name(tokenizer, marks, sequence.prompt_ids, state)
+        return cls(tokenizer, sequence.answer, marks, state, shown_ids, name)
 
     def read(self, chunk: Chunk) -> Piece:
         """What a chunk of the answer has."""
@@ -113,7 +116,13 @@ class AnswerReader:
                 self._state, self._strips = "closed", True
 
     def _shown(self, thought: str) -> str:
-        """Reasoning as it is shown: without space before it, and with that at its end once there is more."""
+        """Reasoning as it is shown: without its name and space before it, and with that at its end once there is more.
+        """
+        if self._name:
+            self._opening += thought
+            if self._name.startswith(self._opening):
+                return ""
+            thought, self._name = self._opening.removeprefix(self._name), ""
         text = thought.lstrip() if self._held is None else self._held + thought
         shown = text.rstrip()
         if shown or self._held is not None:

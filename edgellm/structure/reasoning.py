@@ -10,15 +10,15 @@ import numpy as np
 from edgellm.engines.speculation.constraints import TokenConstraint, packed_mask
 from edgellm.text.tokenizer import Tokenizer
 
+#: How Gemma 4 begins its reasoning, and goes on behind that.
+_CHANNEL, _CHANNEL_NAME = "<|channel>", "thought"
 #: What models write around their reasoning. A model has the marks that are one token each in its vocabulary.
 MARKS = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
-    ("<|channel>", "<channel|>"),
+    (_CHANNEL, "<channel|>"),
 )
-#: How Gemma 4 goes on behind the mark that begins its reasoning.
-_CHANNEL_NAME = "thought"
 
 #: Of reasoning, where an answer begins: it is under way, is over, or the model may still open it.
 ReasoningState = Literal["open", "closed", "undecided"]
@@ -57,6 +57,17 @@ def reasoning_state(
     if last is None or behind not in ("", _CHANNEL_NAME):
         return "undecided"
     return "open" if prompt_ids[last] == marks.begin else "closed"
+
+
+def channel_name(
+    tokenizer: Tokenizer, marks: ReasoningMarks | None, prompt_ids: Sequence[int], state: ReasoningState
+) -> str:
+    """What an answer has at the beginning of its reasoning that is no part of it: the name that Gemma 4 gives its
+    channel, and the end of the line, where the prompt does not have them already; nothing of other models."""
+    if marks is None or tokenizer.id_to_token(marks.begin) != _CHANNEL:
+        return ""
+    is_to_come = state == "undecided" or (state == "open" and prompt_ids[-1] == marks.begin)
+    return f"{_CHANNEL_NAME}\n" if is_to_come else ""
 
 
 class LateRules(TokenConstraint):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,31 @@ def test_parts_of_an_answer(
     expected = (ids.index(end) + 1 if end in ids else len(ids)) if thinks else 0
     assert reader.reasoning_tokens == expected
     assert [each.token_id for piece in pieces for each in piece.logprobs] == ids[expected:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("prompt", "text", "thought"),
+    [
+        ("", "<|channel>thought\nthought is all<channel|>so", "thought is all"),
+        ("", "<|channel>thought\n<channel|>so", ""),
+        ("", "<|channel>thought<channel|>so", ""),
+        ("", "<|channel>thoughts\n<channel|>so", "thoughts"),
+        ("<|channel>", "thought\nwell<channel|>so", "well"),
+        ("<|channel>thought\n", "thought\nwell<channel|>so", "thought\nwell"),
+    ],
+)
+def test_the_name_of_a_channel_is_no_part_of_what_is_thought(prompt: str, text: str, thought: str, size: int) -> None:
+    """Gemma 4's, where the model opens the channel, or the template and the model names it; of a stream, too."""
+    library = byte_level()
+    library.add_special_tokens(["<|channel>", "<channel|>"])
+    tokenizer, messages = Tokenizer(library), [{"role": "user", "content": "x"}]
+    sequence: Any = SimpleNamespace(calls=None, prompt_ids=encoded(tokenizer, f"x{prompt}"), answer=None)
+    sequence.answer = OutputText(tokenizer.detokenizer())
+    reader = AnswerReader.of(tokenizer, sequence, Request(messages=messages))
+    pieces = [reader.read(chunk) for chunk in chunks_of(tokenizer, encoded(tokenizer, text), size)]
+    assert "".join(piece.reasoning for piece in pieces) == thought
+    assert "".join(piece.content for piece in pieces) == "so"
 
 
 def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
