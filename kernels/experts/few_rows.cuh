@@ -16,7 +16,7 @@ using decode::Linear;
 constexpr int MOST = 8, READS = 4;  // pairs of a group, or fewer: `most`; ids that a lane reads at once
 
 // `linear` is the first expert's; the next one's weight begins `stride` bytes and its bias `biases` elements further. Pair p
-// of `pairs` is of row p / sharing of the input, and of row p of the output; `activation` of gates; `limit`: see Clamped. counters [rows, blocks of an
+// of `pairs` is of row p / sharing of the input, and of row p of the output; `limit`: see Clamped. counters [rows, blocks of an
 // expert], zero before and after: who writes the last products of a row's columns also adds them. Null: they are left.
 struct Product {
     Linear linear;
@@ -26,7 +26,7 @@ struct Product {
     void* output;
     unsigned* counters;
     unsigned long long stride;
-    int experts, biases, sharing, pairs, most, activation;
+    int experts, biases, sharing, pairs, most;
     float limit;
 };
 static_assert(sizeof(Product) == HOST_PRODUCT_BYTES, "as the host's structure");
@@ -47,7 +47,7 @@ template <typename T> struct Clamped {
 
 template <typename T, int KIND> __device__ __forceinline__ auto output_of(const Product& given, int pair) {
     const size_t first = static_cast<size_t>(pair) * given.linear.rows;  // of gates, their ups are not counted
-    if constexpr (KIND == GATED) return decode::GatedOutput<T>{static_cast<T*>(given.output) + first, given.activation};
+    if constexpr (KIND == GATED) return decode::GatedOutput<T>{static_cast<T*>(given.output) + first, HOST_GATE};
     else if constexpr (KIND == ALTERNATING) return Clamped<T>{static_cast<T*>(given.output) + first / 2, given.limit};
     else if constexpr (KIND == SQUARED)
         return SquaredOutput<T>{static_cast<T*>(given.output) + first, given.linear.rows};

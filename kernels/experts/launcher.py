@@ -65,7 +65,7 @@ class _Product(ctypes.Structure):
         *members(
             "void* expert_ids input output counters",
             "ulonglong stride",
-            "int experts biases sharing pairs most activation",
+            "int experts biases sharing pairs most",
             "float limit",
         ),
     ]
@@ -162,36 +162,37 @@ class CudaExperts:
         check_room("output", output, pairs, outputs)
         linear = linear_argument(experts.linear, 1, rows // 2 if gated else rows, 1.0)
         addition, counters = adding or (_Addition(), None)
-        most, (kernel, blocks, shared_bytes) = self._way(how.kind, experts, pairs, chosen)
+        most, (kernel, blocks, shared_bytes) = self._way(how, experts, pairs, chosen)
         arguments = _Product(
             *(linear, addition),
             *addresses(expert_ids, x, output, counters),
             rows * columns * 2 if layout is None else expert_bytes(layout, experts.experts),
-            *(experts.experts, rows, sharing, pairs, most, how.number, how.limit),
+            *(experts.experts, rows, sharing, pairs, most, how.limit),
         )
         return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes, (arguments,))
 
     def _way(
-        self, kind: str, experts: contract.ExpertWeights, pairs: int, chosen: int
+        self, how: contract.Activation, experts: contract.ExpertWeights, pairs: int, chosen: int
     ) -> tuple[int, tuple[Kernel, int, int]]:
         """How many pairs of an expert a block multiplies at most, the kernel, the blocks of each pair, or group of
         them, and their shared memory."""
         (height, columns), layout, gpu = experts.shape, experts.layout, capacity_of(self.module)
-        rows, active = pairs // chosen, min(pairs, experts.experts)
-        most = pairs_at_once(rows, active, (height, columns), kind == "gated", layout, gpu)
+        rows, active, gated = pairs // chosen, min(pairs, experts.experts), how.kind == "gated"
+        macros = (*_PRODUCT_MACROS, ("HOST_GATE", how.number))
+        most = pairs_at_once(rows, active, (height, columns), gated, layout, gpu)
         if most is None or (layout is not None and layout.compute != self.dtype):
             raise KernelError(f"experts of [{height}, {columns}] ({layout}) have no kernel of {self.dtype} here")
         if layout is None:
-            geometry, tiles, needed = dense_geometry(most, columns, kind == "gated", gpu.shared_limit)
-            name = f"decode::{geometry.name}{'Pairs' if kind == 'gated' else ''}"
-            arguments = f"{self._type}, {name}, experts::{kind.upper()}, {str(most > 1).lower()}"
-            kernel = decode_kernel("experts/dense_rows.cu", f"experts::dense<{arguments}>", _PRODUCT_MACROS)
+            geometry, tiles, needed = dense_geometry(most, columns, gated, gpu.shared_limit)
+            name = f"decode::{geometry.name}{'Pairs' if gated else ''}"
+            arguments = f"{self._type}, {name}, experts::{how.kind.upper()}, {str(most > 1).lower()}"
+            kernel = decode_kernel("experts/dense_rows.cu", f"experts::dense<{arguments}>", macros)
             at_once = _ROUNDS * geometry.blocks_per_multiprocessor * gpu.multiprocessors
             return most, (kernel, min(-(-height // (8 * tiles)), -(-at_once // active)), needed)
         own, every = replace(layout, rows=height), replace(layout, rows=height * active)
         way = packed_rows(most, every, gpu, normed=False, experts_rows=rows)
         assert way is not None  # as `pairs_at_once` says
-        kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
+        kernel = packed_rows_kernel(f"expert_{how.kind}", self.dtype, way, own, macros, "experts/packed_rows.cu")
         needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
         count = experts.experts  # of which rows that choose evenly have pairs of about so many:
         rest = max(0, 1 - chosen / count)  # of a rank's experts there may be fewer than a row chooses

@@ -3,7 +3,7 @@
 
 namespace experts {
 
-// activation(gate) up of gates, then ups; `clamped` of those that alternate; the sums; or relu(sum)^2.
+// activation(gate) up of gates, then ups, by the activation HOST_GATE; `clamped` of those that alternate; the sums; or relu(sum)^2.
 enum Kind { GATED, ALTERNATING, SUMS, SQUARED };
 
 // Those of rows that are `width` wide.

@@ -63,7 +63,7 @@ class _SortedRows(ctypes.Structure):
 class _SortedProduct(ctypes.Structure):
     """`SortedProduct` of prompt_rows.cu."""
 
-    _fields_ = [("tiled", TiledLinear), ("sorted", _SortedRows), *members("float limit", "int activation")]
+    _fields_ = [("tiled", TiledLinear), ("sorted", _SortedRows), *members("float limit")]
 
 
 SORTING = decode_kernel(
@@ -96,17 +96,18 @@ def expert_tiling(
 
 
 def product_kernel(
-    kind: str, dtype: str, tiling: PromptTiling, stages: int, layout: DeviceLayout | None = None
+    how: contract.Activation, dtype: str, tiling: PromptTiling, stages: int, layout: DeviceLayout | None = None
 ) -> Kernel:
-    """The kernel of prompt_rows.cu that gives `kind`: that of an `Activation`, or sums."""
+    """The kernel of prompt_rows.cu that gives what is made of sums."""
     macros = (
         ("HOST_STAGES", stages),
         ("HOST_STAGE_BYTES", tiling.stage_bytes),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)),
         ("HOST_SORTED_PRODUCT_BYTES", ctypes.sizeof(_SortedProduct)),
+        ("HOST_GATE", how.number),
     )
     sizes = [*tiling[:6], *(() if layout is None else (layout.scales, layout.mode))]
-    arguments = ", ".join((CUDA_TYPES[dtype], f"experts::{kind.upper()}", *map(str, sizes)))
+    arguments = ", ".join((CUDA_TYPES[dtype], f"experts::{how.kind.upper()}", *map(str, sizes)))
     return decode_kernel("experts/prompt_rows.cu", f"experts::prompt_rows<{arguments}>", macros)
 
 
@@ -123,13 +124,17 @@ class CudaSortedExperts(CudaExperts):
         self.gpu = capacity_of(module)
 
     def load(
-        self, kind: str, pairs: int, experts: int, shape: tuple[int, int], layout: DeviceLayout | None = None
+        self,
+        how: contract.Activation,
+        pairs: int,
+        experts: int,
+        shape: tuple[int, int],
+        layout: DeviceLayout | None = None,
     ) -> None:
-        """Compile and load what so many pairs need with matrices of a shape; `kind`: see `product_kernel`. `layout`: of
-        one expert's packed weight."""
+        """Compile and load what so many pairs need with matrices of a shape. `layout`: of one expert's packed weight."""
         self.module.load(SORTING.source)
         tiling = expert_tiling(contract.rows_of_tiles(pairs, experts), pairs, experts, shape, self.gpu, layout)
-        self.module.load(product_kernel(kind, self.dtype, tiling, tiling.stages(self.gpu), layout).source)
+        self.module.load(product_kernel(how, self.dtype, tiling, tiling.stages(self.gpu), layout).source)
 
     def sort(self, expert_ids, experts, sorted_pairs):
         chosen, tile = expert_ids.shape[-1], contract.check_sorted(sorted_pairs, expert_ids.size, experts)
@@ -175,7 +180,7 @@ class CudaSortedExperts(CudaExperts):
             *addresses(source, sorted_pairs.pairs, sorted_pairs.expert, sorted_pairs.tiles),
             *(weight_bytes // experts.experts, rows),
         )
-        kernel = product_kernel(how.kind, self.dtype, tiling, stages, one)
+        kernel = product_kernel(how, self.dtype, tiling, stages, one)
         grid, shared = tiling.grid(batch, rows, self.gpu), tiling.shared_bytes(stages)
-        arguments = _SortedProduct(tiled, places, how.limit, how.number)
+        arguments = _SortedProduct(tiled, places, how.limit)
         return Launch(self.module, kernel, grid, tiling.threads, shared, (arguments,))

@@ -6,13 +6,11 @@
 
 namespace experts {
 
-// `tiled.linear` is the first expert's; rows of input and output are those that `sorted` names. `activation`: of gates;
-// `limit`: of `clamped`.
+// `tiled.linear` is the first expert's; rows of input and output are those that `sorted` names. `limit`: of `clamped`.
 struct SortedProduct {
     decode::TiledLinear tiled;
     prefill::SortedRows sorted;
     float limit;
-    int activation;
 };
 static_assert(sizeof(SortedProduct) == HOST_SORTED_PRODUCT_BYTES, "as the host's structure");
 
@@ -37,7 +35,7 @@ template <typename T> struct ClampedOutput {
 
 template <typename T, int KIND> __device__ __forceinline__ auto output_of(const SortedProduct& given) {
     void* output = given.tiled.output;
-    if constexpr (KIND == GATED) return decode::GatedOutput<T>{static_cast<T*>(output), given.activation};
+    if constexpr (KIND == GATED) return decode::GatedOutput<T>{static_cast<T*>(output), HOST_GATE};
     else if constexpr (KIND == ALTERNATING) return ClampedOutput<T>{static_cast<T*>(output), given.limit, 0.f};
     else if constexpr (KIND == SQUARED) return SquaredOutput<T>{static_cast<T*>(output), given.tiled.linear.rows};
     else return decode::float_output(output, given.tiled.linear);

@@ -36,6 +36,8 @@ from edgellm.kernels.decode.contract import MAX_TILED_ROWS
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.experts.contract import (
     MAX_PAIRS,
+    SUMS,
+    Activation,
     Addition,
     Choice,
     ExpertWeights,
@@ -93,9 +95,9 @@ class _OfExperts(Step):
         return None
 
     @property
-    def kind(self) -> str:
-        """What is made of the products: an activation's kind, or "sums"."""
-        return self.mixture.activation.kind
+    def how(self) -> Activation:
+        """What is made of the products."""
+        return self.mixture.activation
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -126,8 +128,8 @@ class DownExperts(_OfExperts):
     keep: Keep | None = None
 
     @property
-    def kind(self) -> str:
-        return "sums"
+    def how(self) -> Activation:
+        return SUMS
 
     @property
     def products(self) -> str:
@@ -216,7 +218,7 @@ class _Pairs(Implementation[Any]):
 
     def refusal(self, step: GateUpExperts | DownExperts, program: Program, limit: int) -> str | None:
         layout, rows = program.packed.get(step.linear.weight.name), step_rows(step, program)
-        gated = step.kind == "gated"
+        gated = step.how.kind == "gated"
         refused = _layout_refusal(layout) or matrix_refusal(*step.matrix, gated, _one(layout))
         if refused is None and rows * step.mixture.chosen > MAX_PAIRS:
             refused = f"pairs of rows and experts are up to {MAX_PAIRS}, not {rows * step.mixture.chosen}"
@@ -234,7 +236,7 @@ class GateUpPairs(_Pairs):
 
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
         given, ids, output = map(run.array, (step.value, step.ids, step.output))
-        return [run.kernels.experts.gate_up(given, ids, weights_of(step, run), step.mixture.activation, output)]
+        return [run.kernels.experts.gate_up(given, ids, weights_of(step, run), step.how, output)]
 
 
 class DownPairs(_Pairs):

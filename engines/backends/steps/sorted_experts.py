@@ -36,12 +36,12 @@ class _Sorted(Implementation[Any]):
     def loads(self, step: _OfExperts, program: Program) -> tuple[Any, ...]:
         layout, mixture = packed_layout(step, program), step.mixture
         own = replace(layout, rows=step.matrix[0]) if isinstance(layout, DeviceLayout) else None
-        return step.kind, mixture.experts, mixture.chosen, step.matrix, own
+        return step.how, mixture.experts, mixture.chosen, step.matrix, own
 
     def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
-        (kind, experts, chosen, matrix, layout), rows = what, tokens * program.shape.batch
+        (how, experts, chosen, matrix, layout), rows = what, tokens * program.shape.batch
         if rows > MAX_TILED_ROWS:
-            kernels.experts.load(kind, rows * chosen, experts, matrix, layout)
+            kernels.experts.load(how, rows * chosen, experts, matrix, layout)
 
     @staticmethod
     def _sizes(step: _OfExperts, program: Program) -> tuple[int, int, int]:
@@ -63,7 +63,7 @@ class GateUpSorted(_Sorted, GateUpPairs):
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
         given, ids, output = map(run.array, (step.value, step.ids, step.output))
         kernels, pairs = run.kernels.experts, self._pairs(step, run)
-        product = kernels.sorted_gate_up(given, pairs, weights_of(step, run), step.mixture.activation, output)
+        product = kernels.sorted_gate_up(given, pairs, weights_of(step, run), step.how, output)
         return [kernels.sort(ids, step.mixture.experts, pairs), product]
 
 

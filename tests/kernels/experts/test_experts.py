@@ -204,6 +204,6 @@ def test_modules_compile_within_the_shared_memory_of_each_device(
     except MissingDependencyError as missing:
         pytest.skip(str(missing))
     sources = asked(architecture, dtype, kinds, rows).sources
-    assert len(sources) == 2 + 4 * len(kinds)
+    assert len(sources) == 2 + 5 * len(kinds)
     for source in sources:
         assert compile_module(source, architecture).code.startswith(b"\x7fELF")
