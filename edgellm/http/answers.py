@@ -116,8 +116,8 @@ class AnswerReader:
                 self._state, self._strips = "closed", True
 
     def _shown(self, thought: str) -> str:
-        """Reasoning as it is shown: without its name and space before it, and with that at its end once there is more.
-        """
+        """Reasoning as it is shown: without its name, and space before it, and with that at its end once there is
+        more."""
         if self._name:
             self._opening += thought
             if self._name.startswith(self._opening):

@@ -13,12 +13,7 @@ from edgellm.text.tokenizer import Tokenizer
 #: How Gemma 4 begins its reasoning, and goes on behind that.
 _CHANNEL, _CHANNEL_NAME = "<|channel>", "thought"
 #: What models write around their reasoning. A model has the marks that are one token each in its vocabulary.
-MARKS = (
-    ("<think>", "</think>"),
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),
-    (_CHANNEL, "<channel|>"),
-)
+MARKS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"), (_CHANNEL, "<channel|>"))
 
 #: Of reasoning, where an answer begins: it is under way, is over, or the model may still open it.
 ReasoningState = Literal["open", "closed", "undecided"]

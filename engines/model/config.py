@@ -158,9 +158,9 @@ class DecoderConfig:
     `delta_products` has the number of the linear layer that each of `DELTA_PROJECTIONS` is multiplied in (none: all in
     one), counted as they come up: a checkpoint may pack some otherwise than others. With `attention_gate` each query
     head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
-    parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs, or beside them. With `lone_parts` a layer is one
-    part behind its one norm: what mixes its tokens or, of the kind "mlp", an MLP or a mixture (Nemotron-H). With
-    `attention_sinks` a number of each head takes part in the softmax of its scores as a key without a value.
+    parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs, or beside them. With `lone_parts` a
+    layer is one part behind its one norm: what mixes its tokens or, of the kind "mlp", an MLP or a mixture
+    (Nemotron-H). With `attention_sinks` a number of each head takes part in the softmax of its scores as a key without a value.
 
     Layers that attend to all have the `full_heads`, numbers of key-value heads and of elements of a head, where these
     are others than in a window. The last `shared_rows` layers have no KV rows: each attends to those of the last layer

@@ -152,7 +152,8 @@ class CudaExperts:
     ) -> Launch:
         """The product of all pairs: of x [R, K] `how` activated, or for sums of each pair's own row. `adding`: what is
         added, too, and its counters."""
-        (rows, columns), layout, gated, chosen = experts.shape, experts.layout, how.kind == "gated", expert_ids.shape[-1]
+        (rows, columns), layout, chosen = experts.shape, experts.layout, expert_ids.shape[-1]
+        gated = how.kind == "gated"
         outputs, sharing = rows // how.sums, 1 if how == contract.SUMS else chosen
         pairs = contract.check_pairs(rows_of(expert_ids), chosen)
         reason = contract.matrix_refusal(rows, columns, gated, layout)

@@ -131,7 +131,7 @@ class CudaSortedExperts(CudaExperts):
         shape: tuple[int, int],
         layout: DeviceLayout | None = None,
     ) -> None:
-        """Compile and load what so many pairs need with matrices of a shape. `layout`: of one expert's packed weight."""
+        """Compile and load what so many pairs need with matrices of a shape; `layout`: of one expert's packed ones."""
         self.module.load(SORTING.source)
         tiling = expert_tiling(contract.rows_of_tiles(pairs, experts), pairs, experts, shape, self.gpu, layout)
         self.module.load(product_kernel(how, self.dtype, tiling, tiling.stages(self.gpu), layout).source)

@@ -75,7 +75,8 @@ OTHERS = (
     *("granite-4.0-350m", "ERNIE-4.5-0.3B", "MiniCPM4-0.5B", "EXAONE-4.0-1.2B", "granite-4.0-1b", "Phi-4-mini"),
     *("Olmo-3-7B", "Hunyuan-7B", "Ministral-3-8B", "gemma-2-2b", "gemma-4-E2B", "gemma-4-E4B"),
     *("Nemotron-3-Nano-4B", "granite-4.0-h-350m", "granite-4.0-h-tiny", "Nemotron-3-Nano-30B-A3B"),
-    *("gemma-4-12B-it", "gemma-4-31B-it", "gemma-4-26B-A4B", "LFM2-8B-A1B", "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B"),
+    *("gemma-4-12B-it", "gemma-4-31B-it", "gemma-4-26B-A4B", "LFM2-8B-A1B", "gpt-oss-20b", "Qwen3-30B-A3B"),
+    "Qwen3.5-35B-A3B",
 )
 MODELS |= {name: PUBLISHED_CONFIGS[name][0] if name in PUBLISHED_CONFIGS else KNOWN[name] for name in OTHERS}
 

@@ -17,6 +17,7 @@ from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION
 from edgellm.kernels.encoder.launcher import attention_kernel as encoder_attention
 from edgellm.kernels.encoder.launcher import row_kernel
+from edgellm.kernels.experts.contract import SUMS, Activation
 from edgellm.kernels.experts.prompt_launcher import PACKED_TILINGS as PACKED_EXPERT_TILINGS
 from edgellm.kernels.experts.prompt_launcher import SORTING, product_kernel
 from edgellm.kernels.experts.prompt_launcher import TILINGS as EXPERT_TILINGS
@@ -177,8 +178,8 @@ def sorted_expert_sources(dtype: str) -> list[ModuleSource]:
         layout = None if format is None else DeviceLayout(format, 1536, 2048, dtype=dtype)
         tilings = EXPERT_TILINGS if layout is None else PACKED_EXPERT_TILINGS
         own = [each._replace(block_bytes=0 if layout is None else layout.block_bytes) for each in tilings]
-        pairs = [("gated", each) for each in own] + [(kind, own[-2]) for kind in ("sums", "alternating")]
-        found += [product_kernel(kind, dtype, tiling, 2, layout).source for kind, tiling in pairs]
+        pairs = [(Activation(), each) for each in own] + [(how, own[-2]) for how in (SUMS, Activation("alternating"))]
+        found += [product_kernel(how, dtype, tiling, 2, layout).source for how, tiling in pairs]
     return found
 
 

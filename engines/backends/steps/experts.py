@@ -59,7 +59,8 @@ COUNTERS = "expert_counters"
 class ChooseExperts(Step):
     """output = the ids of the experts that each row goes through by its `scores`; `shares` get its shares of them, and
     with a `gate` [1, H] `shared_shares` its share of the shared expert, by what is `given`. Shares are times the
-    `scales` of experts, if these have such. Where ranks share the experts, ids count from the first of this rank's `own`, and others' are -1, with shares of 0."""
+    `scales` of experts, if these have such. Where ranks share the experts, ids count from the first of this rank's
+    `own`, and others' are -1, with shares of 0."""
 
     shares: str = field(metadata=_WRITTEN)
     shared_shares: str = field(metadata=_WRITTEN)
