@@ -285,7 +285,7 @@ def _activated(gate_up: np.ndarray, mixture: Mixture) -> np.ndarray:
     limit = mixture.limit
     if not limit:
         gate, up = np.split(gate_up, 2, axis=-1)
-        return ACTIVATIONS[mixture.hidden_act](gate) * up
+        return ACTIVATIONS[mixture.activation.gate](gate) * up
     gate = np.minimum(gate_up[..., ::2], limit)
     up = np.clip(gate_up[..., 1::2], -limit, limit)
     return (up + 1) * (gate * ACTIVATIONS["sigmoid"](gate * gate.dtype.type(1.702)))

@@ -81,8 +81,7 @@ def _mixture(fields: ConfigFields) -> Mixture:
     chosen = fields.size("top_k_experts", largest=LARGEST_EXPERTS)
     fields.size("num_experts", largest=LARGEST_EXPERTS)
     fields.values = fields.values | {"num_experts_per_tok": chosen or 1}
-    own: dict[str, Any] = {"normalized": True, "hidden_act": "gelu_tanh", "beside_mlp": True}
-    return read_mixture(fields, "moe_intermediate_size", LARGEST_EXPERTS, **own)
+    return read_mixture(fields, "moe_intermediate_size", LARGEST_EXPERTS, normalized=True, beside_mlp=True)
 
 
 def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> int:

@@ -63,9 +63,9 @@ class Mixture:
     not `gated`, the one of all tokens among them, give down(relu(up)^2). With a `latent_size` those that are chosen
     take and give rows of that width, to which a layer leads and from which another leads back.
 
-    `hidden_act` is the activation of gates. Experts `beside_mlp` do not stand for it, but beside it (Gemma 4): a norm
-    of its own is before each, and before the router, whose shares are times a number of each expert, too; what each
-    gives is normed, and their sum is what the layer norms and adds.
+    Experts `beside_mlp` do not stand for it, but beside it, and their gates are of the tanh-GELU (Gemma 4): a norm of
+    its own is before each of both, and before the router, whose shares are times a number of each expert, too; what
+    each gives is normed, and their sum is what the layer norms and adds.
     """
 
     experts: int = field(metadata=bounded(LARGEST_EXPERTS))
@@ -83,8 +83,7 @@ class Mixture:
     shared_gate: bool = field(default=True, metadata=ADDED_LATER)
     gated: bool = field(default=True, metadata=ADDED_LATER)
     latent_size: int = field(default=0, metadata=ADDED_LATER)
-    hidden_act: str = field(default="silu", metadata=one_of(MLP_ACTIVATIONS[:2], True))
-    beside_mlp: bool = field(default=False, metadata=ADDED_LATER)
+    beside_mlp: bool = field(default=False, metadata=ADDED_LATER, repr=False)  # the step `Experts` shows it
 
     @property
     def routing(self) -> Routing:
@@ -100,7 +99,7 @@ class Mixture:
         from edgellm.kernels.experts.contract import Activation  # as above
 
         kind = "alternating" if self.limit else "gated" if self.gated else "squared"
-        return Activation(kind, self.limit, self.hidden_act)
+        return Activation(kind, self.limit, "gelu_tanh" if self.beside_mlp else "silu")
 
 
 class MediaKind(NamedTuple):
@@ -160,7 +159,8 @@ class DecoderConfig:
     head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
     parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs, or beside them. With `lone_parts` a
     layer is one part behind its one norm: what mixes its tokens or, of the kind "mlp", an MLP or a mixture
-    (Nemotron-H). With `attention_sinks` a number of each head takes part in the softmax of its scores as a key without a value.
+    (Nemotron-H). With `attention_sinks` a number of each head takes part in the softmax of its scores as a key without
+    a value.
 
     Layers that attend to all have the `full_heads`, numbers of key-value heads and of elements of a head, where these
     are others than in a window. The last `shared_rows` layers have no KV rows: each attends to those of the last layer

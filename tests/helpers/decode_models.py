@@ -170,7 +170,7 @@ MIXED = {
     "gemma4_moe": replace(
         SCALED["gemma4"],
         **{"num_layers": 2, "layer_kinds": ("window", "attention"), "shared_rows": 0, "layer_embedding_size": 0},
-        **{"naming": "gemma4", "mixture": Mixture(6, 3, 24, hidden_act="gelu_tanh", beside_mlp=True)},
+        **{"naming": "gemma4", "mixture": Mixture(6, 3, 24, beside_mlp=True)},
     ),
     "nemotron_h": replace(
         LLAMA,

@@ -67,6 +67,7 @@ LATER_TEXTS = {
     "gemma3": "98246c6a543bc378",
     "gemma3_old_layout": "1b492d1e32403e1f",
     "gemma4": "cc0e270019f5a20e",
+    "gemma4_moe": "4ef809e5e99bd2f0",
     "gemma4_plain": "a8ec6e15c56e195f",
     "gemma4_unified": "886ba29730994389",
     "gpt_oss": "3ea17fd02d235147",

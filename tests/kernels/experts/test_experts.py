@@ -43,7 +43,7 @@ MIXTURES = {
     "sigmoid": Mixture(7, 3, 16, "sigmoid", True, True, 1e-6, 2.0),
     "gpt_oss": Mixture(7, 3, 16, biases=True, limit=0.4),
     "without gates": Mixture(7, 3, 16, "sigmoid", True, scale=2.5, gated=False),
-    "gemma4": Mixture(7, 3, 16, hidden_act="gelu_tanh", beside_mlp=True),
+    "gemma4": Mixture(7, 3, 16, beside_mlp=True),
 }
 
 
