@@ -161,13 +161,12 @@ class ProgramGraph(Generic[Tensor]):
         scores = operations.to_float32(self._linear(scored, step.router))
         if step.scored is not None:
             scores = operations.scale(scores, step.router.weight.shape[1] ** -0.5)
-        numbers = (None if each is None else weights[each.name] for each in (step.correction, step.scales))
-        router = scores, *numbers
+        correction, scales = (None if each is None else weights[each.name] for each in (step.correction, step.scales))
         layers = step.gate_up, step.down
         biases = [None if each.bias is None else weights[each.bias.name] for each in layers]
         gate_up, down = ((weights[each.weight.name], bias) for each, bias in zip(layers, biases, strict=True))
         given = self._linear(x, step.latent[0]) if step.latent else x
-        y = operations.experts(step, given, router, gate_up, down)
+        y = operations.experts(step, given, (scores, correction, scales), gate_up, down)
         if step.latent:
             y = self._linear(operations.to_compute(y), step.latent[1])
         y = self.to_residual(y)
