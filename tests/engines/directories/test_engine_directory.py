@@ -127,7 +127,7 @@ def test_other_paths_are_refused(tmp_path: Path, kind: str) -> None:
         ),
         (
             lambda v: v["config"].update(mixture={"experts": 6, "chosen": 2, "size": 24, "beside_mlp": True}),
-            r"'post_norms' is (false|False), expected RMS norms, and a 'residual_scale' of 1, where experts stand beside",
+            r"'post_norms' is [fF]alse, expected RMS norms, and a 'residual_scale' of 1, where experts stand",
         ),
         (lambda v: v["limits"].update(max_batch=0), r"limits: 'max_batch' is 0, expected a whole number from 1 to 8"),
         (lambda v: v["limits"].update(tree=1), r"limits: unknown keys 'tree'"),
