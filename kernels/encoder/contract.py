@@ -171,13 +171,18 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
 
 def _check_attention(sizes: dict[str, Any]) -> str | None:
     window, rows, width = sizes.get("window", sizes["R"]), sizes["R"], sizes["G"] * sizes["D"]
-    if sizes.get("past", 1) < 1:
-        return f"rows that see {sizes['past']} rows; expected one at least"
     if sizes["E"] != width:
         return f"context has {sizes['E']} columns; expected {width}"
     if window < 1 or rows % window or rows // window > MAXIMUM_ROWS:
         return f"{rows} rows in windows of {window}; expected up to {MAXIMUM_ROWS} whole ones"
     return _check_heads(sizes)
+
+
+def _check_past(sizes: dict[str, Any]) -> str | None:
+    past, rows, places = sizes["past"], sizes["R"], sizes["C"]
+    if past < 1 or places < rows + past - 1:
+        return f"{rows} rows that see {past} rows, of which {places} are kept; expected one at least, and room for all"
+    return _check_attention(sizes)
 
 
 def _check_centered(sizes: dict[str, Any]) -> str | None:
@@ -350,11 +355,21 @@ class EncoderKernels(Protocol):
         """Query, key and value heads, each by itself; queries and keys are turned by the `rotary` rows, cosine half
         then sine half: element j is paired with element j + D/2."""
 
-    @limited(_check_attention)
+    @limited(_check_past)
     def past_attention(
-        self, heads: Heads, past: int, scale: float, context: Annotated[OwnArray, "RE compute"]
+        self,
+        heads: Heads,
+        kept: Annotated[OwnArray, "2GCD compute"],
+        first: Annotated[OwnArray, "1 int32"],
+        past: int,
+        scale: float,
+        context: Annotated[OwnArray, "RE compute"],
     ) -> Launchable:
-        """Each query's softmax of scale * scores over its own row and the `past` - 1 rows before it, times values."""
+        """Each query's softmax of scale * scores over its own row and the `past` - 1 rows before it, times values.
+
+        Row 0 is a sound's row `first`. Keys and values of the sound's row p are `kept` at p % C: those of rows before
+        these are read there, and these rows' written, over no row that one of them sees.
+        """
 
     @limited(_check_attention)
     def attention(
