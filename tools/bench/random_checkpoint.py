@@ -12,9 +12,9 @@ import lzma
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,9 +25,10 @@ from random_draft import write_draft
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
+from edgellm.engines.formats.safetensors_file import file_header
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, token_table
-from edgellm.engines.quantizer.written_layout import StoredTensor, quantization_config, write_tensors
+from edgellm.engines.quantizer.written_layout import quantization_config
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LAYERS = 16
@@ -369,27 +370,49 @@ def write_checkpoint(
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         vision = read_vision_config(config)
         specs += [*vision_weights(vision), *host_weights(vision)]
-    tensors = random_tensors(specs, seed, packed)
-    stored = {name: StoredTensor(values.dtype.name, values) for name, values in tensors.items()}
-    write_tensors(directory / "model.safetensors", stored)
+    path = directory / "model.safetensors"
+    tensors = dict(sorted(random_tensors(specs, seed, packed).items(), key=lambda item: -item[1].values.itemsize))
+    header, _ = file_header(path, {name: (each.values.dtype.name, each.shape) for name, each in tensors.items()}, {})
+    with path.open("wb") as file:  # which need not reach the disk: that may take a minute
+        file.write(header)
+        for tensor in tensors.values():
+            for piece in tensor.pieces():
+                file.write(piece)
 
 
-def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat | None = None) -> dict[str, np.ndarray]:
+class RandomTensor(NamedTuple):
+    """A tensor whose elements are those of `values` [N] from the `first` on, again and again."""
+
+    shape: tuple[int, ...]
+    values: np.ndarray
+    first: int = 0
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Its elements, one piece behind the other."""
+        first, left = self.first, math.prod(self.shape)
+        while left:
+            yield self.values[first : first + left]
+            first, left = 0, max(0, left - (self.values.size - first))
+
+
+def random_tensors(
+    specs: Sequence[WeightSpec], seed: int, packed: WeightFormat | None = None
+) -> dict[str, RandomTensor]:
     """Normally distributed matrices and vectors of ones, fp16, by their names in a checkpoint; layers may be packed."""
     random = np.random.default_rng(seed)
-    # One block of random values, cut anew for each tensor: drawing billions of normals would take minutes.
-    block = (random.standard_normal(1 << 24) * 0.02).astype(np.float16)
-    codes, tensors = random.integers(0, 256, 1 << 26, np.uint8), {}
+    # One block of random values, begun anew for each tensor: drawing billions of normals would take minutes.
+    block, ones = (random.standard_normal(1 << 24) * 0.02).astype(np.float16), np.ones(1 << 16, np.float16)
+    codes = random.integers(0, 256, 1 << 26, np.uint8) if packed is not None else np.empty(0, np.uint8)
+    tensors = dict[str, RandomTensor]()
     for spec in specs:
         for name, shape in spec.parts:
             if packed is not None and len(shape) == 2 and ".layers." in name and ".mlp.gate." not in name:
                 start = 4 * int(random.integers(0, (codes.size - math.prod(shape) // 2) // 4))
-                tensors |= packed_tensors(name.removesuffix(".weight"), shape, packed, codes[start:])
+                own = packed_tensors(name.removesuffix(".weight"), shape, packed, codes[start:])
+                tensors |= {each: RandomTensor(values.shape, values.reshape(-1)) for each, values in own.items()}
                 continue
-            size = int(np.prod(shape))
             start = int(random.integers(0, block.size))
-            values = np.ones(size, np.float16) if len(shape) == 1 else np.resize(np.roll(block, -start), size)
-            tensors[name] = values.reshape(shape)
+            tensors[name] = RandomTensor(shape, ones) if len(shape) == 1 else RandomTensor(shape, block, start)
     return tensors
 
 
