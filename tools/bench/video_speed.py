@@ -43,6 +43,7 @@ PUBLISHED = "qwen2.5-vl-3b"
 def encoded(runner: VisionEngineRunner, parts: list[PreparedImage]) -> tuple[float, float, float]:
     """Seconds of the encoder, the processors and the wall that encoding the parts takes, none of which is known."""
     runner.encode(parts[:1])
+    runner.samples.clear()
     runner.host.count()
     encoder, processors, wall = runner.host.seconds, time.process_time(), time.perf_counter()
     runner.encode(parts)
