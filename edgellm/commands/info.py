@@ -91,7 +91,7 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
     planned = planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}
     encoders = dict[str, int]()
     if directory.audio is not None:
-        encoders |= audio_memory(directory.audio, computed, refusal is not None, limits.max_batch)
+        encoders |= audio_memory(directory.audio, computed, refusal is not None, limits)
     if vision is not None:
         encoders |= vision_memory(vision.config, limits.image_rows, computed, video_tokens=directory.video_tokens)
     draft_config = None if draft is None else draft.config

@@ -10,7 +10,7 @@ import numpy as np
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import at_place
-from edgellm.engines.families.audio_encoders import AUDIO_CACHE_BYTES, audio_inputs, audio_memory
+from edgellm.engines.families.audio_encoders import audio_inputs, audio_memory
 from edgellm.engines.families.programs import model_program, model_weights
 from edgellm.engines.model.encoder_steps import KEPT_ROWS
 from edgellm.engines.model.limits import EngineShape, audio_shape
@@ -65,9 +65,10 @@ class AudioEncoder:
             self._steps = CapturedSteps(backend)
             each, spare = self._window_size * ITEM_SIZES[backend.compute_dtype], SPARE * self.config.run_windows
             self._host = EncoderHost(backend, spare)
-            self._cache = RecentlyUsed[str, MediaEmbeddings](AUDIO_CACHE_BYTES - spare * each, lambda rows: each)
             self._has_one_shape = backend.fixed_shapes or self.config.kept_rows > 0
-            self.memory = audio_memory(self.config, backend.compute_dtype, backend.computes_at_once, len(self._kept))
+            about = self.config, backend.compute_dtype, backend.computes_at_once, directory.limits
+            self.memory = memory = audio_memory(*about)
+            self._cache = RecentlyUsed[str, MediaEmbeddings](memory["audio embeddings"] - spare * each, lambda _: each)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         with closing(self._directory.checkpoint()) as checkpoint:

@@ -29,7 +29,7 @@ from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_s
 from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig, WeightSpec
 from edgellm.engines.model.encoder_steps import KEPT_ROWS, EncoderAttention, Gather, Unfold
-from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape, audio_shape
+from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineLimits, EngineShape, audio_shape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Reshape, Step
@@ -55,7 +55,7 @@ _LARGEST_CHUNK = 4096
 #: What begins the tensors of the encoder of images beside Gemma 4's.
 _IMAGES = tuple(f"{outer}{name}." for outer in ("model.", "") for name in ("vision_tower", "embed_vision"))
 _EARS = tuple(f"{outer}{name}." for outer in ("model.", "") for name in ("audio_tower", "embed_audio"))
-#: Rows are kept in so many bytes at most: those of a quarter of an hour and more.
+#: Rows are kept in so many bytes: those of a quarter of an hour and more.
 AUDIO_CACHE_BYTES = 64 << 20
 
 
@@ -197,14 +197,15 @@ def _positions(rows: int, chunks: int, half: int) -> np.ndarray:
     return np.tile(np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32), (chunks, 1))[None]
 
 
-def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool, sounds: int) -> dict[str, int]:
+def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool, limits: EngineLimits) -> dict[str, int]:
     """Memory in bytes, by name: weights, inputs and output of the longest run, what is kept of parts of sounds, rows
-    that are kept, and keys and values of so many `sounds`, of encoders that keep these. A backend that
-    `computes_at_once` has no scratch for what is between steps, of which what convolutions read is widest."""
+    that are kept; of encoders that keep keys and values these, for each sequence, and rows of all contexts. A backend
+    that `computes_at_once` has no scratch for what is between steps, of which what convolutions read is widest."""
     program = audio_program(config, audio_shape(config.run_rows))
     edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
     everything = sum(math.prod(shape) * item for shape, item in edge)
     kept = math.prod(program.inputs[KEPT_ROWS][0]) * ITEM_SIZES[dtype] if config.kept_rows else 0
+    rows = limits.max_batch * limits.kv_capacity * config.out_hidden_size * ITEM_SIZES[dtype] if kept else 0
     weights = sum(math.prod(spec.shape) for spec in program.weights.values()) * ITEM_SIZES[dtype]
     parts = config.kept_parts * config.part_frames * config.mel_bins * ITEM_SIZES["float32"]
     unfolded = [step.places * step.channels * math.prod(step.kernel) for step in program.steps if type(step) is Unfold]
@@ -212,8 +213,8 @@ def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool, sounds
     return {
         "audio weights": weights,
         "audio buffers": everything - weights - kept + widest + parts,
-        "audio embeddings": AUDIO_CACHE_BYTES,
-        **({"audio keys and values": sounds * kept} if kept else {}),
+        "audio embeddings": max(AUDIO_CACHE_BYTES, rows),
+        **({"audio keys and values": limits.max_batch * kept} if kept else {}),
     }
 
 
