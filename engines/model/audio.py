@@ -37,12 +37,15 @@ class AudioConfig:
 
     #: How many windows are encoded at once, beside those that these see.
     run_windows = 1
-    #: Of how many rows each layer's keys and values are kept from run to run; 0: windows before are encoded again.
-    kept_rows = 0
 
     @property
     def lead_windows(self) -> int:
         """Windows before those that are encoded, which these see."""
+        return 0
+
+    @property
+    def kept_rows(self) -> int:
+        """Of how many rows layers keep keys and values from run to run; 0: windows before are encoded again."""
         return 0
 
     @property

@@ -214,6 +214,22 @@ def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[Engine
     return shape, arrays | {"features": placed(config, shape, features)}
 
 
+def runs_of(config: RealtimeConfig) -> list[tuple[EngineShape, dict[str, np.ndarray]]]:
+    """Shapes, weights and inputs of a run of twice as many windows as usual, and of the two that it stands for: the
+    second begins with the window of the frames before, and with what the first kept, which is to be filled in."""
+    window, count = config.window_frames, config.run_windows
+    features = np.random.default_rng(4).standard_normal((config.mel_bins, 2 * count * window), np.float32)
+    _, arrays = random_speech(config, window, whole=True)
+    runs = []
+    for lead, first, windows in ((0, 0, 2 * count), (0, 0, count), (count - 1, count, count)):
+        shape = audio_shape((1 + windows) * config.window_rows)
+        inputs = audio_inputs(config, shape, 0, first * config.window_rows)
+        inputs |= {KEPT_ROWS: arrays[KEPT_ROWS].copy()}
+        own = features[:, lead * window : (first + windows) * window]
+        runs.append((shape, arrays | inputs | {"features": placed(config, shape, own)}))
+    return runs
+
+
 def placed(config: AudioConfig, shape: EngineShape, features: np.ndarray) -> np.ndarray:
     """Features [bins, F] as the program of a shape takes them."""
     size, _ = model_program(config, shape).inputs["features"]

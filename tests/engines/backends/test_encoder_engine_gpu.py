@@ -19,6 +19,7 @@ from encoder_models import (
     placed,
     random_encoder,
     random_speech,
+    runs_of,
     shape_of,
 )
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
@@ -35,7 +36,7 @@ from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.formats.tensors import float32_into
 from edgellm.engines.model.encoder_steps import KEPT_ROWS
-from edgellm.engines.model.limits import EngineShape, audio_shape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear
@@ -192,24 +193,13 @@ def test_rows_of_gemma_4_have_the_same_bits_in_a_later_run(gpu: Any, dtype: str)
 
 @DTYPES
 def test_rows_of_voxtral_realtime_have_the_same_bits_in_two_runs(gpu: Any, dtype: str) -> None:
-    """The second of which begins with the window of the frames before, and with keys and values that the first kept."""
-    config = SPEECH_MODELS["voxtral_realtime"]
-    new, window = config.run_windows * config.window_rows, config.window_frames
-    both, one = (audio_shape(config.window_rows + runs * new) for runs in (2, 1))
-    features = np.random.default_rng(4).standard_normal((config.mel_bins, 2 * config.run_windows * window), np.float32)
-    _, arrays = random_speech(config, window, whole=True)
-
-    def run(shape: EngineShape, frames: slice, first: int, kept: np.ndarray) -> OnDevice:
-        inputs = audio_inputs(config, shape, 0, first) | {KEPT_ROWS: kept}
-        inputs |= {"features": placed(config, shape, features[:, frames])}
-        return OnDevice(gpu, config, shape, arrays | inputs, dtype, "prompt")
-
-    half, name = features.shape[1] // 2, "audio_embeddings"
-    whole = run(both, slice(None), 0, arrays[KEPT_ROWS]).bits(name, both.tokens)
-    early = run(one, slice(half), 0, arrays[KEPT_ROWS])
-    kept = from_bits(gpu.download(early.bound[KEPT_ROWS]), dtype)
-    late = run(one, slice(half - window, None), new, kept)
-    np.testing.assert_array_equal(np.concatenate([each.bits(name, one.tokens) for each in (early, late)]), whole)
+    config: Any = SPEECH_MODELS["voxtral_realtime"]
+    whole, early, (shape, late) = runs_of(config)
+    first = OnDevice(gpu, config, *early, dtype, "prompt")
+    late[KEPT_ROWS] = from_bits(gpu.download(first.bound[KEPT_ROWS]), dtype)
+    name, runs = "audio_embeddings", (first, OnDevice(gpu, config, shape, late, dtype, "prompt"))
+    expected = OnDevice(gpu, config, *whole, dtype, "prompt").bits(name, whole[0].tokens)
+    np.testing.assert_array_equal(np.concatenate([each.bits(name, shape.tokens) for each in runs]), expected)
 
 
 @DTYPES
