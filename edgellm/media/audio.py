@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -61,13 +61,14 @@ class AudioEncoder:
         self.memory: Mapping[str, int] = {}
         if backend is not None:
             self._backend = backend
-            self._engines = LoadedEngines(backend, [audio_shape(directory.limits.audio_rows)])
+            self._whole = audio_shape(directory.limits.audio_rows)
+            self._engines = LoadedEngines(backend, [self._whole])
             self._steps = CapturedSteps(backend)
             each, spare = self._window_size * ITEM_SIZES[backend.compute_dtype], SPARE * self.config.run_windows
             self._host = EncoderHost(backend, spare)
             self._has_one_shape = backend.fixed_shapes or self.config.kept_rows > 0
-            about = self.config, backend.compute_dtype, backend.computes_at_once, directory.limits
-            self.memory = memory = audio_memory(*about)
+            at_once, limits = backend.computes_at_once, directory.limits
+            self.memory = memory = audio_memory(self.config, backend.compute_dtype, at_once, limits)
             self._cache = RecentlyUsed[str, MediaEmbeddings](memory["audio embeddings"] - spare * each, lambda _: each)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -75,13 +76,13 @@ class AudioEncoder:
             self._weights = self._backend.load_weights(checkpoint, model_weights(self.config), progress)
         self._features = SoundFeatures(self._backend, self.mel, self.config)
         if self.config.kept_rows:
-            shape, dtype = model_program(self.config, self._shape(0)).inputs[KEPT_ROWS]
+            shape, dtype = model_program(self.config, self._whole).inputs[KEPT_ROWS]
             self._kept = [{KEPT_ROWS: self._backend.zeros(shape, dtype)} for _ in self._kept]
         silence = Sound(self.mel.rate, np.zeros(self.config.window_frames * self.mel.hop, np.float32))
         piece = silence.prepared(self.mel, self.config)
         for place in self._ends if self._backend.fixed_shapes else ():
             for _ in range(2):  # the second run is captured, before one waits for it
-                self._encoded(piece, (0, 0), self._measuring.digests(piece)[:1], place)
+                self._encoded(piece, 0, self._measuring.digests(piece)[:1], place)
 
     def prepare(self, reference: MediaReference) -> PreparedAudio:
         with at_place(reference.name, AudioError):
@@ -102,11 +103,12 @@ class AudioEncoder:
             digests = self._measuring.digests(piece)
             known = [self._cache.find(digest) for digest in digests]
             reused += None not in known
-            place, runs = self._runs(known, digests)
-            for first, last in runs:
-                lead = max(0, first - self.config.lead_windows)
+            keeps = self.config.kept_rows > 0
+            place = self._begun(known, digests) if keeps and None in known else 0
+            lead = 0 if keeps else self.config.lead_windows
+            for first, last in _unknown(known, lead, self.config.run_windows):
                 with self._host.counted():
-                    known[first:last] = self._encoded(piece, (lead, first), digests[first:last], place)
+                    known[first:last] = self._encoded(piece, first, digests[first:last], place)
                 self._ends[place] = [*self._ends[place][-self.config.run_windows :], *digests[first:last]]
             for each in known:
                 assert each is not None
@@ -130,32 +132,24 @@ class AudioEncoder:
         assert self._features is not None  # it was loaded
         return self._features
 
-    def _runs(
-        self, known: Sequence[MediaEmbeddings | None], digests: Sequence[str]
-    ) -> tuple[int, Iterable[tuple[int, int]]]:
-        """First and behind the last of the windows of each run that is to be encoded, and the place of what is kept."""
-        config, place = self.config, 0
-        if not config.kept_rows or None not in known:
-            return place, _unknown(known, config.lead_windows, config.run_windows)
-        first, count = known.index(None), len(known)
-        found = [each for each, ends in self._ends.items() if first and digests[first - 1] in ends]
+    def _begun(self, known: list[MediaEmbeddings | None], digests: Sequence[str]) -> int:
+        """The place of what is kept before the first window that is not known, or of what was used least lately, to
+        begin anew; none behind is taken for known."""
+        first = known.index(None)
+        found = [place for place, ends in self._ends.items() if first and digests[first - 1] in ends]
         place, first = (found[0], first) if found else (next(iter(self._ends)), 0)
-        ends = self._ends.pop(place)  # the latest
-        self._ends[place] = ends[: ends.index(digests[first - 1]) + 1] if found else ()
-        return place, [(at, min(at + config.run_windows, count)) for at in range(first, count, config.run_windows)]
+        ends = self._ends.pop(place)
+        self._ends[place] = ends[: ends.index(digests[first - 1]) + 1] if first else []  # the latest
+        known[first:] = [None] * (len(known) - first)
+        return place
 
-    def _shape(self, frames: int) -> EngineShape:
-        """That of a run of so many frames."""
-        return audio_shape(self._directory.limits.audio_rows if self._has_one_shape else self.config.chunk_rows(frames))
-
-    def _encoded(
-        self, piece: PreparedAudio, begins: tuple[int, int], digests: Sequence[str], place: int
-    ) -> list[MediaEmbeddings]:
-        """The rows of a piece's windows, as many as `digests`, each in memory of its own; the run begins with the first
-        and they with the second of `begins`, and goes on with what is kept at a `place`."""
-        config, backend, (lead, first), last = self.config, self._backend, begins, begins[1] + len(digests)
+    def _encoded(self, piece: PreparedAudio, first: int, digests: Sequence[str], place: int) -> list[MediaEmbeddings]:
+        """The rows of a piece's windows from the `first` on, as many as `digests`, each in memory of its own; the run
+        has those that these see, or goes on with what is kept at a `place`."""
+        config, backend, last = self.config, self._backend, first + len(digests)
+        lead = max(0, first - config.lead_windows)
         frames = sum(piece.frames[lead:last])
-        shape = self._shape(frames)
+        shape = self._whole if self._has_one_shape else audio_shape(config.chunk_rows(frames))
         if shape not in self._arrays:
             self._arrays.clear()  # where shapes are many, memory of one is soon made
             self._present = {}
@@ -171,10 +165,8 @@ class AudioEncoder:
                 self._host.upload(name, arrays[name], values)
                 self._present[name] = values
         self._steps.run((shape, place), {"speech": engine.enqueue})
-        row, width = (
-            0 if config.kept_rows else config.rows((first - lead) * config.window_frames),
-            config.out_hidden_size,
-        )
+        again = 0 if config.kept_rows else first - lead
+        row, width = config.rows(again * config.window_frames), config.out_hidden_size
         found, flat = list[MediaEmbeddings](), arrays["audio_embeddings"].reshape(-1)
         for count, digest in zip(map(config.rows, piece.frames[first:last]), digests, strict=True):
             rows = self._host.empty((count, width), self._window_size)

@@ -215,18 +215,15 @@ def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[Engine
 
 
 def runs_of(config: RealtimeConfig) -> list[tuple[EngineShape, dict[str, np.ndarray]]]:
-    """Shapes, weights and inputs of a run of twice as many windows as usual, and of the two that it stands for: the
-    second begins with the window of the frames before, and with what the first kept, which is to be filled in."""
-    window, count = config.window_frames, config.run_windows
+    """Shapes, weights and inputs of a run twice as long as usual, and of the two that it stands for, the second of which
+    is to get what the first kept."""
+    window, rows, count, runs = config.window_frames, config.window_rows, config.run_windows, []
     features = np.random.default_rng(4).standard_normal((config.mel_bins, 2 * count * window), np.float32)
     _, arrays = random_speech(config, window, whole=True)
-    runs = []
-    for lead, first, windows in ((0, 0, 2 * count), (0, 0, count), (count - 1, count, count)):
-        shape = audio_shape((1 + windows) * config.window_rows)
-        inputs = audio_inputs(config, shape, 0, first * config.window_rows)
-        inputs |= {KEPT_ROWS: arrays[KEPT_ROWS].copy()}
-        own = features[:, lead * window : (first + windows) * window]
-        runs.append((shape, arrays | inputs | {"features": placed(config, shape, own)}))
+    for first, windows in ((0, 2 * count), (0, count), (count, count)):
+        shape, own = audio_shape((1 + windows) * rows), slice(max(0, first - 1) * window, (first + windows) * window)
+        inputs = audio_inputs(config, shape, 0, first * rows) | {KEPT_ROWS: arrays[KEPT_ROWS].copy()}
+        runs.append((shape, arrays | inputs | {"features": placed(config, shape, features[:, own])}))
     return runs
 
 

@@ -42,9 +42,10 @@ def encoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     frames: list[int] = []
     encode = AudioEncoder._encoded
 
-    def counting(self: AudioEncoder, piece: PreparedAudio, begins: tuple[int, int], digests: Any, place: int) -> Any:
-        frames.append(sum(part.count for part in piece.windows(begins[0], begins[1] + len(digests))))
-        return encode(self, piece, begins, digests, place)
+    def counting(self: AudioEncoder, piece: PreparedAudio, first: int, digests: Any, place: int) -> Any:
+        lead = max(0, first - self.config.lead_windows)
+        frames.append(sum(part.count for part in piece.windows(lead, first + len(digests))))
+        return encode(self, piece, first, digests, place)
 
     monkeypatch.setattr(AudioEncoder, "_encoded", counting)
     return frames

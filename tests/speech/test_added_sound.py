@@ -186,50 +186,43 @@ def test_every_backend_gives_the_rows_of_transformers(encoder: AudioEncoder) -> 
 
 
 def test_streams_encode_what_is_new_as_in_the_whole(encoder: AudioEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once, by turns, whose windows go over the end of what is kept. A third takes the place of the one that was
-    heard before the other; it begins anew, in the other's place."""
-    mel, config = encoder.mel, encoder.config
+    """Two at once, by turns, whose rows go round what is kept. A third takes the place of one, which begins anew in the
+    other's place."""
+    (mel, config), frames = (encoder.mel, encoder.config), encoded_frames(monkeypatch)
     sounds = [sound(6.3), sound(6.3)[::-1] * np.float32(0.7), sound(2.1)[::-1].copy()]
-    frames, wholes = encoded_frames(monkeypatch), []
+    wholes, streams, spent = list[Any](), [Sound(RATE)] * 2, list[int]()
     for each in sounds:
         wholes.append(encoded(encoder, Sound(RATE, each).prepared(mel, config)))
         encoder._cache.clear()
-    assert config.past < config.kept_rows < config.merged * len(wholes[0])
-    streams, found, spent = [Sound(RATE)] * 2, list[Any]([None] * 2), list[int]()
-
-    def hear(number: int, first: int) -> int:
-        streams[number] = streams[number].followed_by(sounds[number][first : first + RATE // 2])
-        frames.clear()
-        found[number] = encoded(encoder, streams[number].prepared(mel, config))
-        return sum(frames)
-
+    found = wholes[:2]
+    assert config.past < config.kept_rows < config.merged * len(found[0])
     for first in range(0, len(sounds[0]), RATE // 2):
-        spent += [hear(number, first) for number in range(2)]
+        for number, samples in enumerate(sounds[:2]):
+            frames.clear()
+            streams[number] = streams[number].followed_by(samples[first : first + RATE // 2])
+            found[number] = encoded(encoder, streams[number].prepared(mel, config))
+            spent.append(sum(frames))
         if first == 4 * RATE:
             found.append(encoded(encoder, Sound(RATE, sounds[2]).prepared(mel, config)))
-    # NumPy sums in another order where there are other rows.
-    near = 1e-6 if encoder._backend.compute_dtype == "float32" else 0
+    near = 1e-6 if encoder._backend.compute_dtype == "float32" else 0  # NumPy sums in another order among other rows
     for one, whole in zip(found, wholes, strict=True):
         np.testing.assert_allclose(one, whole, rtol=0, atol=near * np.abs(whole).max())
-    again = [each for each in spent[4:] if each > (1 + config.run_windows) * config.window_frames]
-    assert len(again) == 2
+    assert sum(each > (1 + config.run_windows) * config.window_frames for each in spent[4:]) == 2
 
 
 @pytest.mark.parametrize("encoder", ["numpy"], indirect=True)
 def test_ten_minutes_take_the_memory_of_one(encoder: AudioEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames, random, stream = encoded_frames(monkeypatch), np.random.default_rng(1), Sound(RATE)
-    kept = sum(each.nbytes for places in encoder._kept for each in places.values())
-    assert encoder.memory["audio keys and values"] == kept
-    encoder.encode([stream.followed_by(np.zeros(1)).prepared(encoder.mel, encoder.config)])
-    arrays = [id(each) for named in (*encoder._arrays.values(), *encoder._kept) for each in named.values()]
+    frames, random, stream, config = encoded_frames(monkeypatch), np.random.default_rng(1), Sound(RATE), encoder.config
+    behind, kept = (sum(config.silence) + config.delay) * config.chunk_frames, [each.copy() for each in encoder._kept]
+    assert encoder.memory["audio keys and values"] == sum(each.nbytes for named in kept for each in named.values())
     for _ in range(60):
         stream = stream.followed_by(random.standard_normal(10 * RATE, np.float32) * np.float32(0.1))
         frames.clear()
-        piece = stream.prepared(encoder.mel, encoder.config)
+        piece = stream.prepared(encoder.mel, config)
         assert len(encoder.encode([piece])) == len(piece.frames) and len(stream._tail) < RATE
-        behind = (sum(encoder.config.silence) + encoder.config.delay) * encoder.config.chunk_frames
-        assert sum(frames) < 1000 + behind + 6 * encoder.config.window_frames  # a run has a window before it
-    assert arrays == [id(each) for named in (*encoder._arrays.values(), *encoder._kept) for each in named.values()]
+        assert sum(frames) < 1000 + behind + 6 * config.window_frames  # a run has a window before it
+    assert len(encoder._arrays) == 1
+    assert all(one[name] is other[name] for one, other in zip(kept, encoder._kept, strict=True) for name in one)
 
 
 def test_slots_hear_their_own_sounds(llm: LLM) -> None:
