@@ -171,18 +171,16 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
 
 def _check_attention(sizes: dict[str, Any]) -> str | None:
     window, rows, width = sizes.get("window", sizes["R"]), sizes["R"], sizes["G"] * sizes["D"]
+    past = sizes.get("past", 1)
+    if past < 1 or sizes.get("C", rows) < rows + past - 1:
+        return (
+            f"{rows} rows that see {past} rows, {sizes['C']} of which are kept; expected one at least, and room for all"
+        )
     if sizes["E"] != width:
         return f"context has {sizes['E']} columns; expected {width}"
     if window < 1 or rows % window or rows // window > MAXIMUM_ROWS:
         return f"{rows} rows in windows of {window}; expected up to {MAXIMUM_ROWS} whole ones"
     return _check_heads(sizes)
-
-
-def _check_past(sizes: dict[str, Any]) -> str | None:
-    past, rows, places = sizes["past"], sizes["R"], sizes["C"]
-    if past < 1 or places < rows + past - 1:
-        return f"{rows} rows that see {past} rows, of which {places} are kept; expected one at least, and room for all"
-    return _check_attention(sizes)
 
 
 def _check_centered(sizes: dict[str, Any]) -> str | None:
@@ -355,7 +353,7 @@ class EncoderKernels(Protocol):
         """Query, key and value heads, each by itself; queries and keys are turned by the `rotary` rows, cosine half
         then sine half: element j is paired with element j + D/2."""
 
-    @limited(_check_past)
+    @limited(_check_attention)
     def past_attention(
         self,
         heads: Heads,

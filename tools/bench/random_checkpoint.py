@@ -13,8 +13,9 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,10 +26,9 @@ from random_draft import write_draft
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
-from edgellm.engines.formats.safetensors_file import file_header
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, token_table
-from edgellm.engines.quantizer.written_layout import quantization_config
+from edgellm.engines.quantizer.written_layout import StoredTensor, StreamedTensor, quantization_config, write_tensors
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LAYERS = 16
@@ -370,50 +370,38 @@ def write_checkpoint(
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         vision = read_vision_config(config)
         specs += [*vision_weights(vision), *host_weights(vision)]
-    path = directory / "model.safetensors"
-    tensors = dict(sorted(random_tensors(specs, seed, packed).items(), key=lambda item: -item[1].values.itemsize))
-    header, _ = file_header(path, {name: (each.values.dtype.name, each.shape) for name, each in tensors.items()}, {})
-    with path.open("wb") as file:  # which need not reach the disk: that may take a minute
-        file.write(header)
-        for tensor in tensors.values():
-            for piece in tensor.pieces():
-                file.write(piece)
-
-
-class RandomTensor(NamedTuple):
-    """A tensor whose elements are those of `values` [N] from the `first` on, again and again."""
-
-    shape: tuple[int, ...]
-    values: np.ndarray
-    first: int = 0
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        """Its elements, one piece behind the other."""
-        first, left = self.first, math.prod(self.shape)
-        while left:
-            yield self.values[first : first + left]
-            first, left = 0, max(0, left - (self.values.size - first))
+    # What need not reach the disk, which may take a minute.
+    write_tensors(directory / "model.safetensors", random_tensors(specs, seed, packed), is_kept=False)
 
 
 def random_tensors(
     specs: Sequence[WeightSpec], seed: int, packed: WeightFormat | None = None
-) -> dict[str, RandomTensor]:
+) -> dict[str, StoredTensor | StreamedTensor]:
     """Normally distributed matrices and vectors of ones, fp16, by their names in a checkpoint; layers may be packed."""
     random = np.random.default_rng(seed)
     # One block of random values, begun anew for each tensor: drawing billions of normals would take minutes.
-    block, ones = (random.standard_normal(1 << 24) * 0.02).astype(np.float16), np.ones(1 << 16, np.float16)
-    codes = random.integers(0, 256, 1 << 26, np.uint8) if packed is not None else np.empty(0, np.uint8)
-    tensors = dict[str, RandomTensor]()
+    block = (random.standard_normal(1 << 24) * 0.02).astype(np.float16)
+    codes, tensors = random.integers(0, 256, 1 << 26, np.uint8), dict[str, StoredTensor | StreamedTensor]()
     for spec in specs:
         for name, shape in spec.parts:
             if packed is not None and len(shape) == 2 and ".layers." in name and ".mlp.gate." not in name:
                 start = 4 * int(random.integers(0, (codes.size - math.prod(shape) // 2) // 4))
                 own = packed_tensors(name.removesuffix(".weight"), shape, packed, codes[start:])
-                tensors |= {each: RandomTensor(values.shape, values.reshape(-1)) for each, values in own.items()}
-                continue
-            start = int(random.integers(0, block.size))
-            tensors[name] = RandomTensor(shape, ones) if len(shape) == 1 else RandomTensor(shape, block, start)
+                tensors |= {each: StoredTensor(values.dtype.name, values) for each, values in own.items()}
+            elif len(shape) == 1:
+                tensors[name] = StoredTensor("float16", np.ones(shape, np.float16))
+            else:
+                begin = int(random.integers(0, block.size))
+                tensors[name] = StreamedTensor("float16", shape, partial(_repeated, block, begin, math.prod(shape)))
     return tensors
+
+
+def _repeated(block: np.ndarray, first: int, left: int) -> Iterator[np.ndarray]:
+    """The bytes of so many elements: those of the block from the `first` on, again and again."""
+    while left:
+        piece = block[first : first + left]
+        yield piece.view(np.uint8)
+        first, left = 0, left - piece.size
 
 
 def packed_tensors(

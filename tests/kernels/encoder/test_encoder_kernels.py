@@ -196,7 +196,7 @@ def test_places_of_convolutions(name: str) -> None:
             "strides and channels begin at 1",
         ),
         (local_attention(4, 1, 8, 33), "up to 32 rows and heads of 128, not 33 and 8"),
-        (past_attention(4, 1, 8, 0), "4 rows that see 0 rows, of which 3 are kept; expected one at least"),
+        (past_attention(4, 1, 8, 0), "4 rows that see 0 rows, 3 of which are kept; expected one at least"),
         (Case("gated_convolution", (values(2, 24), values(16, 5), values(16), 1e-6, nothing(2, 16))), "of 24 columns"),
         (Case("centered_norm", (values(2, 8), values(12), None, 1e-6, nothing(2, 12))), "rows of 8 columns"),
         (attention(100, 64, 2, 64), "100 rows in windows of 64; expected up to 65535 whole ones"),

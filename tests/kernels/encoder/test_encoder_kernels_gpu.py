@@ -46,15 +46,6 @@ def test_equals_its_twin(gpu, name: str, dtype: str) -> None:
     assert bits.shape == expected.shape
 
 
-@DTYPES
-def test_rows_are_kept_as_they_are(gpu, dtype: str) -> None:
-    case = CASES["past_attention_to_kept_rows"]
-    device, host = case.on_device(gpu, dtype), case.on_host(dtype)
-    CudaEncoder(gpu.kernel_module).past_attention(*device)()
-    NumpyEncoder().past_attention(*host)()
-    np.testing.assert_array_equal(from_bits(gpu.download(device[1]), dtype), host[1])
-
-
 def few_rows(case: Case, rows: int) -> Case:
     """The same of the first rows alone."""
 
