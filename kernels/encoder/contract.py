@@ -173,9 +173,7 @@ def _check_attention(sizes: dict[str, Any]) -> str | None:
     window, rows, width = sizes.get("window", sizes["R"]), sizes["R"], sizes["G"] * sizes["D"]
     past = sizes.get("past", 1)
     if past < 1 or sizes.get("C", rows) < rows + past - 1:
-        return (
-            f"{rows} rows that see {past} rows, {sizes['C']} of which are kept; expected one at least, and room for all"
-        )
+        return f"{rows} rows that see {past} rows, {sizes['C']} of which are kept; expected one at least, and room"
     if sizes["E"] != width:
         return f"context has {sizes['E']} columns; expected {width}"
     if window < 1 or rows % window or rows // window > MAXIMUM_ROWS:

@@ -214,19 +214,6 @@ def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[Engine
     return shape, arrays | {"features": placed(config, shape, features)}
 
 
-def runs_of(config: RealtimeConfig) -> list[tuple[EngineShape, dict[str, np.ndarray]]]:
-    """Shapes, weights and inputs of a run twice as long as usual, and of the two that it stands for, the second of which
-    is to get what the first kept."""
-    window, rows, count, runs = config.window_frames, config.window_rows, config.run_windows, []
-    features = np.random.default_rng(4).standard_normal((config.mel_bins, 2 * count * window), np.float32)
-    _, arrays = random_speech(config, window, whole=True)
-    for first, windows in ((0, 2 * count), (0, count), (count, count)):
-        shape, own = audio_shape((1 + windows) * rows), slice(max(0, first - 1) * window, (first + windows) * window)
-        inputs = audio_inputs(config, shape, 0, first * rows) | {KEPT_ROWS: arrays[KEPT_ROWS].copy()}
-        runs.append((shape, arrays | inputs | {"features": placed(config, shape, features[:, own])}))
-    return runs
-
-
 def placed(config: AudioConfig, shape: EngineShape, features: np.ndarray) -> np.ndarray:
     """Features [bins, F] as the program of a shape takes them."""
     size, _ = model_program(config, shape).inputs["features"]

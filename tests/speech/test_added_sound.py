@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from speech_models import CHECKPOINTS, TOLERANCE, encoded_frames, expected_speec
 from synthetic_sound import RATE, SECONDS, SPARSE, places, sound
 
 from edgellm import LLM, DraftingConfig, Request, SpeechStream
-from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.building.builder import build_engine_directory
@@ -25,7 +26,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_program
+from edgellm.engines.model.audio import RealtimeConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
+from edgellm.engines.model.encoder_steps import KEPT_ROWS
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.model.rotary import rotary_table
@@ -161,64 +164,67 @@ def encoded(encoder: AudioEncoder, piece: PreparedAudio) -> np.ndarray:
     return np.concatenate([np.array(encoder._backend.read(each.rows).wait()) for each in encoder.encode([piece])])
 
 
-@pytest.fixture(params=["numpy", "twins", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-def encoder(request: pytest.FixtureRequest, voxtral_realtime_engines: Path) -> Iterator[AudioEncoder]:
-    """For two sounds at once. The kernels' twins have weights with zeros, as on a GPU."""
-    directory = EngineDirectory.open(voxtral_realtime_engines)
-    if request.param == "tensorrt":
-        backend: Any = open_backend("tensorrt", directory)
-    elif request.param == "twins":
-        backend = EncoderBackend(directory.audio, directory.config)
-    else:
-        backend = NumpyBackend(directory.config, audio=directory.audio)
-    opened = AudioEncoder(backend, directory, Metrics())
-    backend.check_memory(MemoryPlan({**opened.memory, "engine scratch": backend.scratch_bytes()}))
-    opened.load()
-    yield opened
-    opened.close()
+@contextmanager
+def opened(backend: Any, directory: EngineDirectory) -> Iterator[AudioEncoder]:
+    """The encoder on a backend, which is closed at last."""
+    encoder = AudioEncoder(backend, directory, Metrics())
+    backend.check_memory(MemoryPlan({**encoder.memory, "engine scratch": backend.scratch_bytes()}))
+    encoder.load()
+    yield encoder
+    encoder.close()
     backend.close()
 
 
-def test_streams_encode_what_is_new_as_in_the_whole(encoder: AudioEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once, by turns, whose rows go round what is kept. A third takes the place of one, which begins anew in the
-    other's place."""
-    (mel, config), frames = (encoder.mel, encoder.config), encoded_frames(monkeypatch)
+@pytest.mark.parametrize("kind", ["numpy", "twins", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+def test_two_streams_give_the_rows_of_wholes(kind: str, voxtral_realtime_engines: Path, monkeypatch: Any) -> None:
+    """By turns, and each whole in one run; rows go round what is kept. A third sound takes the place of one, which
+    begins anew in the place of the other. The twins have weights with zeros, as on a GPU."""
+
+    def backend() -> Any:
+        return EncoderBackend(directory.audio, directory.config) if kind == "twins" else open_backend(kind, directory)
+
+    def rows(samples: Any) -> np.ndarray:
+        sound = samples if isinstance(samples, Sound) else Sound(RATE, samples)
+        return encoded(encoder, sound.prepared(encoder.mel, encoder.config))
+
+    own = directory = EngineDirectory.open(voxtral_realtime_engines)
     sounds = [SPOKEN[0], SPOKEN[0][::-1] * np.float32(0.7), sound(2.1)[::-1].copy()]
-    wholes, streams, spent = list[Any](), [Sound(RATE)] * 2, list[int]()
-    for each in sounds:
-        wholes.append(encoded(encoder, Sound(RATE, each).prepared(mel, config)))
-        encoder._cache.clear()
-    found, exactly = wholes[:2], encoder._backend.compute_dtype == "float32"
-    rows = found[0].astype(np.float32).flatten()[::13]
-    np.testing.assert_allclose(rows, expected_speech(NAME)["rows0"], atol=TOLERANCE if exactly else 0.1)
-    assert config.past < config.kept_rows < config.merged * len(found[0])
-    for first in range(0, len(sounds[0]), RATE // 2):
-        for number, samples in enumerate(sounds[:2]):
+    with monkeypatch.context() as patched:
+        patched.setattr(RealtimeConfig, "run_windows", 64)
+        directory = replace(own, limits=replace(own.limits, audio_rows=65 * 16))
+        with opened(backend(), directory) as encoder:
+            wholes, exactly = [*map(rows, sounds)], encoder._backend.compute_dtype == "float32"
+    chosen = wholes[0].astype(np.float32).flatten()[::13]
+    np.testing.assert_allclose(chosen, expected_speech(NAME)["rows0"], atol=TOLERANCE if exactly else 0.1)
+    found, streams, spent, directory = wholes[:2], [Sound(RATE)] * 2, list[int](), own
+    with opened(backend(), directory) as encoder:
+        frames, config = encoded_frames(monkeypatch), encoder.config
+        assert config.past < config.kept_rows < config.merged * len(wholes[0])
+        for first in range(0, len(sounds[0]), RATE // 2):
+            for number in range(2):
+                frames.clear()
+                streams[number] = streams[number].followed_by(sounds[number][first : first + RATE // 2])
+                found[number] = rows(streams[number])
+                spent.append(sum(frames))
+            if first == 4 * RATE:
+                found.append(rows(sounds[2]))
+        assert sum(each > (1 + config.run_windows) * config.window_frames for each in spent[4:]) == 2
+    for one, whole in zip(found, wholes, strict=True):  # NumPy sums in another order among other rows
+        np.testing.assert_allclose(one, whole, rtol=0, atol=1e-6 * np.abs(whole).max() if exactly else 0)
+
+
+def test_ten_minutes_take_the_memory_of_one(voxtral_realtime_engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, frames = EngineDirectory.open(voxtral_realtime_engines), encoded_frames(monkeypatch)
+    stream, noise = Sound(RATE), np.random.default_rng(1)
+    with opened(open_backend("numpy", directory), directory) as encoder:
+        kept = [array for named in encoder._kept for array in named.values()]
+        assert encoder.memory["audio keys and values"] == sum(each.nbytes for each in kept)
+        for _ in range(60):
+            stream = stream.followed_by(noise.standard_normal(10 * RATE, np.float32) * np.float32(0.1))
             frames.clear()
-            streams[number] = streams[number].followed_by(samples[first : first + RATE // 2])
-            found[number] = encoded(encoder, streams[number].prepared(mel, config))
-            spent.append(sum(frames))
-        if first == 4 * RATE:
-            found.append(encoded(encoder, Sound(RATE, sounds[2]).prepared(mel, config)))
-    near = 1e-6 if exactly else 0  # NumPy sums in another order among other rows
-    for one, whole in zip(found, wholes, strict=True):
-        np.testing.assert_allclose(one, whole, rtol=0, atol=near * np.abs(whole).max())
-    assert sum(each > (1 + config.run_windows) * config.window_frames for each in spent[4:]) == 2
-
-
-@pytest.mark.parametrize("encoder", ["numpy"], indirect=True)
-def test_ten_minutes_take_the_memory_of_one(encoder: AudioEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames, random, stream, config = encoded_frames(monkeypatch), np.random.default_rng(1), Sound(RATE), encoder.config
-    behind, kept = (sum(config.silence) + config.delay) * config.chunk_frames, [each.copy() for each in encoder._kept]
-    assert encoder.memory["audio keys and values"] == sum(each.nbytes for named in kept for each in named.values())
-    for _ in range(60):
-        stream = stream.followed_by(random.standard_normal(10 * RATE, np.float32) * np.float32(0.1))
-        frames.clear()
-        piece = stream.prepared(encoder.mel, config)
-        assert len(encoder.encode([piece])) == len(piece.frames) and len(stream._tail) < RATE
-        assert sum(frames) < 1000 + behind + 6 * config.window_frames  # a run has a window before it
-    assert len(encoder._arrays) == 1
-    assert all(one[name] is other[name] for one, other in zip(kept, encoder._kept, strict=True) for name in one)
+            encoder.encode([stream.prepared(encoder.mel, encoder.config)])
+            assert sum(frames) < 1600 and len(stream._tail) < RATE and len(encoder._arrays) == 1
+        assert all(each is array for each, array in zip(kept, (each[KEPT_ROWS] for each in encoder._kept), strict=True))
 
 
 def test_slots_hear_their_own_sounds(llm: LLM) -> None:

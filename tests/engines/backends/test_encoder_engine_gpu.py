@@ -19,7 +19,6 @@ from encoder_models import (
     placed,
     random_encoder,
     random_speech,
-    runs_of,
     shape_of,
 )
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
@@ -35,7 +34,6 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.formats.tensors import float32_into
-from edgellm.engines.model.encoder_steps import KEPT_ROWS
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.encoder.launcher import CudaEncoder
@@ -189,17 +187,6 @@ def test_rows_of_gemma_4_have_the_same_bits_in_a_later_run(gpu: Any, dtype: str)
     )
     first = config.rows(cut)
     np.testing.assert_array_equal(one[first + lead :], other[lead : shape.tokens - first])
-
-
-@DTYPES
-def test_rows_of_voxtral_realtime_have_the_same_bits_in_two_runs(gpu: Any, dtype: str) -> None:
-    config: Any = SPEECH_MODELS["voxtral_realtime"]
-    whole, early, (shape, late) = runs_of(config)
-    first = OnDevice(gpu, config, *early, dtype, "prompt")
-    late[KEPT_ROWS] = from_bits(gpu.download(first.bound[KEPT_ROWS]), dtype)
-    name, runs = "audio_embeddings", (first, OnDevice(gpu, config, shape, late, dtype, "prompt"))
-    expected = OnDevice(gpu, config, *whole, dtype, "prompt").bits(name, whole[0].tokens)
-    np.testing.assert_array_equal(np.concatenate([each.bits(name, shape.tokens) for each in runs]), expected)
 
 
 @DTYPES
