@@ -59,12 +59,6 @@ def reference(source: Any) -> MediaReference:
     return MediaReference(source, False, "RGB", "sound", "audio")
 
 
-def hearer(runtime: Any) -> AudioEncoder:
-    """The encoder of an open model."""
-    found: AudioEncoder = runtime._media.by_name["audio"].opened()
-    return found
-
-
 def written(found: Any) -> list[int]:
     return list(found.response.token_ids)
 
@@ -75,7 +69,7 @@ def test_all_is_as_transformers_has_it(llm: LLM) -> None:
     assert llm._runtime.prompt_ids(transcription_request(NAME, SPOKEN)) == ids[:PROMPT]
 
     def compute(runtime: Any) -> np.ndarray:
-        encoder = hearer(runtime)
+        encoder = runtime._media.by_name["audio"].opened()
         piece = encoder.prepare(reference(SPOKEN))
         features = features_of(piece, encoder.mel, encoder.config)
         np.testing.assert_allclose(features.flatten()[::SPARSE], expected["features0"], atol=TOLERANCE)
@@ -131,7 +125,8 @@ def test_a_gpu_writes_with_the_probabilities_of_numpy(tmp_path: Path) -> None:
 def test_decode_kernels_add_what_is_heard(llm: LLM, way: type) -> None:
     """As on a GPU, token by token, over the KV rows that the kernels write."""
     config, expected = llm.directory.config, expected_speech(NAME)
-    rows = llm.call(lambda runtime: encoded(hearing := hearer(runtime), hearing.prepare(reference(SPOKEN)))).result()
+    encoder = llm._runtime._media.by_name["audio"].opened()
+    rows = llm.call(lambda runtime: encoded(encoder, encoder.prepare(reference(SPOKEN)))).result()
     with Checkpoint.open(CHECKPOINTS[NAME]) as checkpoint:
         arrays: dict[str, np.ndarray] = load_numpy_weights(checkpoint, decoder_weights(config))
     ids, decode = expected["token_ids"], EngineShape("decode", 1, 1, 128, 128, window_rows=128)

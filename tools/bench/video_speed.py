@@ -3,10 +3,10 @@
     python tools/bench/video_speed.py [--family qwen2_5_vl] [--backend numpy] [--side 128] [--repeats 3]
     python tools/bench/video_speed.py --family qwen2.5-vl-3b --backend tensorrt --side 224
 
-The golden models of `tests/goldens/video`, tiny, or the encoder of Qwen2.5-VL 3B, with random weights. Bounds on pixels
-are lifted, so that frames have the same size either way. Rows are those that go into the encoder; seconds are those of
-the encoder by the backend's clock (`encoder_s`), of this process's processors (all threads) and of the wall while it
-encodes, host preparation included; the least of the repeats.
+The golden models of `tests/goldens/video`, tiny, or the encoder of Qwen2.5-VL 3B, with random weights; bounds on pixels
+are lifted, so that frames have the same size either way. Rows are those that go into the encoder, seconds those of the
+encoder by the backend's clock and of this process's processors (all threads), host preparation included; the least of
+the repeats.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SECONDS, RATE = 60, 2
 PUBLISHED = "qwen2.5-vl-3b"
 
 
-def encoded(runner: VisionEngineRunner, parts: list[PreparedImage]) -> tuple[float, float, float]:
-    """Seconds of the encoder, the processors and the wall that encoding the parts takes, none of which is known."""
+def encoded(runner: VisionEngineRunner, parts: list[PreparedImage]) -> tuple[float, float]:
+    """Seconds of the encoder and the processors that encoding the parts takes, none of which is known."""
     runner.encode(parts[:1])
     runner.samples.clear()
     runner.host.count()
-    encoder, processors, wall = runner.host.seconds, time.process_time(), time.perf_counter()
+    encoder, processors = runner.host.seconds, time.process_time()
     runner.encode(parts)
     runner.host.count()  # which waits
-    return runner.host.seconds - encoder, time.process_time() - processors, time.perf_counter() - wall
+    return runner.host.seconds - encoder, time.process_time() - processors
 
 
 def main() -> None:
@@ -89,13 +89,12 @@ def main() -> None:
             rows, tokens = (
                 sum(each) for each in zip(*((part.layout.patches, part.tokens) for part in parts), strict=True)
             )
-            encoder, processors, wall = map(min, zip(*times, strict=True))
+            encoder, processors = map(min, zip(*times, strict=True))
             found[name] = {
                 "rows": rows,
                 "tokens": tokens,
                 "encoder_s": round(encoder, 4),
                 "processor_s": round(processors, 3),
-                "wall_s": round(wall, 3),
             }
         runner.close()
         found["ratio"] = {key: round(found["video"][key] / found["images"][key], 3) for key in found["video"]}
