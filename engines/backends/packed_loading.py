@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,7 +180,6 @@ class _Dense:
 
     specs: list[WeightSpec]
     values: np.ndarray
-    format: None = None
 
 
 def _dense(checkpoint: Checkpoint, part: tuple[str, tuple[int, ...]], dtype: str, cut: Cut | None) -> _Dense:
@@ -214,10 +212,7 @@ def _prepare(
             runs[-1].append(part)
         else:
             runs.append([part])
-    formats = [key for key, _ in groupby(part.format for run in runs for part in run)]
-    # What gates and ups need beside each other is planned by formats, before orders are read.
-    unplanned = spec.name.endswith("gate_up_proj.weight") and len(runs) > len(formats)
-    if len(runs) > 1 and (unplanned or not takes_runs(spec)):
+    if len(runs) > 1 and not takes_runs(spec):
         names = ", ".join(name for name, _ in spec.parts)
         raise EngineError(
             f"{checkpoint.path}: the inputs of {names}, which are multiplied as one layer, are permuted or scaled "
@@ -241,7 +236,7 @@ def _prepare(
 def _belong_together(one: StoredWeight | _Dense, other: StoredWeight | _Dense) -> bool:
     """Whether the rows of one stand in a run with those of the other behind them."""
     if isinstance(one, _Dense) or isinstance(other, _Dense):
-        return one.format == other.format
+        return type(one) is type(other)
     return may_fuse(one, other)
 
 
