@@ -15,6 +15,7 @@ import pytest
 from checkpoint_files import read_tensors, write_tensors
 from multimodal_engines import IMAGE_ROWS, LIMITS
 from packed_checkpoints import pack_embedding, write_packed
+from safetensors.numpy import load_file, save_file
 from synthetic_images import synthetic_image
 from tiny_multimodal import FAMILIES
 from typer.testing import CliRunner
@@ -137,11 +138,11 @@ def test_a_packed_embedding(tied: bool, target: str, make_checkpoint: Callable[.
 def test_a_layer_that_kernels_do_not_take_is_refused_by_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Kernels take scales of 16 columns and more, here they are of 8."""
     model, _ = write_packed(tiny_checkpoint, tmp_path / "packed", tmp_path / "twin", None)
-    tensors = read_tensors(model / "model.safetensors")
+    tensors = load_file(model / "model.safetensors")
     for name, values in tensors.items():
         if name.endswith(("weight_scale", "weight_zero_point")):
             tensors[name] = np.repeat(values, 4, axis=1)
-    write_tensors(model / "model.safetensors", tensors)
+    save_file(tensors, model / "model.safetensors")
     said = (model / "config.json").read_text().replace('"group_size": 32', '"group_size": 8')
     (model / "config.json").write_text(said)
     limits, reason = EngineLimits(1, 16, 96), r"q_proj \(int4, groups of 8.*multiples of 16 columns"
