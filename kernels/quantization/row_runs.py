@@ -45,12 +45,7 @@ class PackedRuns:
     @property
     def layout(self) -> RunsLayout:
         """How each is packed."""
-        return RunsLayout(
-            tuple(
-                run.layout if isinstance(run, PackedMatrix) else DenseRows(*run.shape, str(run.dtype))
-                for run in self.runs
-            )
-        )
+        return RunsLayout(tuple(map(_layout, self.runs)))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,6 +56,10 @@ class PackedRuns:
     def dtype(self) -> str:
         """The compute dtype of the kernels that it is for."""
         return str(self.runs[0].dtype)
+
+
+def _layout(run: PackedMatrix | OwnArray) -> DeviceLayout | DenseRows:
+    return run.layout if isinstance(run, PackedMatrix) else DenseRows(run.shape[0], run.shape[1], str(run.dtype))
 
 
 #: How a weight is packed, and one that is, in one way or several.
