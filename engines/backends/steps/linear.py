@@ -201,7 +201,8 @@ class _AnyLinear(implementation.Implementation[Any]):
     ) -> tuple[Array, list[Any]]:
         """The inputs of a layer as its weight takes them, and the launches that make them so."""
         as_given = linear.adapters is not None  # whose A multiplies inputs that are not arranged yet
-        x, launches = run.together(step, padded, next_early, None if as_given else linear.arranged)
+        arranged = None if as_given else linear.arranged
+        x, launches = run.together(step, padded, next_early, arranged, apart=linear.arranged is not None)
         if as_given:
             launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
         return x, launches

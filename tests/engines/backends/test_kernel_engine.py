@@ -231,7 +231,7 @@ def test_adapters_are_applied_as_operations_apply_them(family: str, shape: Engin
 
 @WAYS
 @pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
-@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "starcoder2", "olmo2"])
 def test_adapters_take_the_inputs_of_packed_layers_as_they_were(family: str, shape: EngineShape, way: type) -> None:
     """Before they are permuted and scaled."""
     config, parents = (FAMILIES | SCALED)[family], CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)
