@@ -159,6 +159,12 @@ def test_dense_parts_stand_beside_packed_ones_in_one_step(tmp_path: Path, dtype:
     names = [each for source in needed_modules(models, limits, dtype, weights, gpu) for each in source.expressions]
     prompts = [name.count(",") for name in names if name.startswith("prefill::linear<")]
     assert {*prompts} == {7, 9}  # with the numbers of a format, and without
+    info = GgufFile(folder / "model.gguf").tensors["blk.1.attn_v.weight"]
+    with (folder / "model.gguf").open("r+b") as file:
+        file.seek(info.offset + 6)
+        file.write(np.float16(np.inf).tobytes())
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_proj.*\[0, 3\]"):
+        WeightLayouts(models, {"base": partial(Checkpoint.open, folder)}, dtype)
 
 
 def test_columns_of_the_delta_rule_are_put_back(tmp_path: Path) -> None:
