@@ -117,25 +117,34 @@ NOT_FAST = (
 #: Files whose `slow` cases take seconds, which are marked `ci`.
 SECONDS = ("engines/building/test_builder_workers.py", "engines/building/test_kernel_build.py")
 
-#: Files, and tests of others, whose cases are families times drafts, or the like: a fourth of each test's cases show as
-#: many of the values as so many can, the others are `slow`.
-QUARTERED = (
+#: Files, and tests of others, whose cases are families times drafts, or the like: a tenth of each test's cases, on a GPU
+#: a fourth, show as many of the values as so many can, the others are `slow`.
+SAMPLED = (
     "commands/test_hostile_models.py",
     "commands/test_hostile_settings.py",
     "engines/backends/test_encoder_engine.py::test_equals_operations",
     "engines/backends/test_kernel_launches.py",
     "engines/backends/test_tensorrt_operations.py::test_every_phase_of_every_family_builds",
     "engines/building/test_family_builds.py::test_tensorrt_builds_what_a_family_varies",
+    "engines/building/test_recurrent_build.py::test_a_directory_is_built_and_its_kernels_compile",
     "engines/building/test_vision_build.py::test_every_family_builds",
     "engines/building/test_window_build.py::test_a_directory_is_built_and_its_kernels_compile",
     "engines/families/test_families_logits.py::test_every_prefix_then_single_tokens",
+    "engines/families/test_family_answers.py::test_packed_and_drafted_answers_are_those_of_the_dense_twin",
+    "engines/families/test_gemma3_with_images.py::test_a_directory_is_built_and_its_kernels_compile",
     "engines/families/test_recurrent_families.py::test_chunks_and_steps_leave_the_same_states",
-    "engines/quantization/test_scaling.py",
+    "engines/lora/test_lora_build.py::test_every_phase_of_every_family_builds",
+    "engines/model/test_draft_networks.py::test_every_draft_engine_builds",
+    "engines/quantization/test_quantized_experts.py::test_each_expert_is_packed_by_itself",
     "engines/quantization/test_quantizer.py::test_every_family_computes_nearly_what_it_did",
+    "engines/quantization/test_scaling.py",
     "engines/speculation/test_constrained_equality.py",
     "engines/speculation/test_drafted_answers.py",
     "engines/speculation/test_eagle_equality.py::test_one_slot",
+    "engines/speculation/test_eagle_equality.py::test_packed_drafts_change_no_token",
     "engines/speculation/test_eagle_equality.py::test_slots_of_different_lengths_and_samplings",
+    "engines/speculation/test_fixed_shapes.py",
+    "engines/speculation/test_gemma4_rounds.py",
     "engines/speculation/test_given_rounds.py",
     "engines/speculation/test_recurrent_rounds.py",
     "engines/speculation/test_suffix_answers.py",
@@ -156,14 +165,15 @@ QUARTERED = (
 )
 
 
-def a_fourth(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """A fourth of a test's cases, at least one, and the same ones every time: one after another that which has the most
-    words in its name that none before it has; of equals the checksum of the whole name decides, for each test anew."""
+def a_part(cases: Sequence[pytest.Item], part: int) -> list[pytest.Item]:
+    """One of `part` of a test's cases, at least one of any, and the same ones every time: one after another that which
+    has the most words in its name that none before it has; of equals the checksum of the whole name decides, for each
+    test anew."""
     words = {case: set(re.findall(r"[\w.]+", case.nodeid.partition("[")[2])) for case in cases}
     left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
     chosen: list[pytest.Item] = []
     seen: set[str] = set()
-    while 4 * len(chosen) < len(cases):
+    while part * len(chosen) < len(cases):
         best = max(left, key=lambda case: len(words[case] - seen))
         left.remove(best)
         chosen.append(best)
@@ -180,10 +190,12 @@ def mark_by_time(items: Sequence[pytest.Item]) -> None:
         if item.get_closest_marker("slow"):
             if path in SECONDS:
                 item.add_marker(pytest.mark.ci)
-        elif path in QUARTERED or name in QUARTERED:
+        elif path in SAMPLED or name in SAMPLED:
             many.setdefault(name, []).append(item)
     for cases in many.values():
-        for item in set(cases) - set(a_fourth(cases)):
+        on_gpu = {case for case in cases if case.get_closest_marker("gpu")}
+        chosen = {*a_part([case for case in cases if case not in on_gpu], 10), *(on_gpu & {*a_part(cases, 4)})}
+        for item in set(cases) - chosen:
             item.add_marker(pytest.mark.slow)
     for item in items:
         path = item.nodeid.removeprefix("tests/").partition("::")[0]

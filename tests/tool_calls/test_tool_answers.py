@@ -127,7 +127,7 @@ def test_auto_is_free_to_answer_and_held_to_the_schema_once_it_calls(llm: LLM) -
         assert raw.tool_calls == ()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.2])
 def test_drafted_answers_call_as_plain_ones_do(engines: Path, temperature: float) -> None:
     found: list[list[Any]] = []
     for drafting in (None, DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12)):
