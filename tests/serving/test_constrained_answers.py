@@ -434,8 +434,6 @@ def test_reasoning_that_ends_inside_of_a_round(thinking_engines: Path) -> None:
     known = {tuple(request.prompt): response.token_ids for request, response in zip(requests, plain, strict=True)}
     inside = 0
     for gives in (
-        FixedDrafter(tree(4, 3, 12)),
-        KnownAnswers(known),
         GivenTrees(),
         KnownAnswers(known, FixedDrafter(tree(4, 2, 8))),
     ):
