@@ -117,8 +117,8 @@ NOT_FAST = (
 #: Files whose `slow` cases take seconds, which are marked `ci`.
 SECONDS = ("engines/building/test_builder_workers.py", "engines/building/test_kernel_build.py")
 
-#: Files, and tests of others, whose cases are families times drafts, or the like: a tenth of each test's cases, on a GPU
-#: a fourth, show as many of the values as so many can, the others are `slow`.
+#: Files, and tests of others, whose cases are families times drafts, or the like: a tenth of each test's cases, of those
+#: on a GPU a fourth, show as many of the values as so many can, the others are `slow`.
 SAMPLED = (
     "commands/test_gguf_images.py::test_an_image_is_seen_as_by_the_published_model",
     "commands/test_hostile_models.py",

@@ -72,7 +72,7 @@ def cached_module(source: ModuleSource, architecture: str) -> CompiledModule:
 
 
 def kinds(sources: list[ModuleSource]) -> list[ModuleSource]:
-    """The module of each kernel that has the smallest tiles, whatever else it is instantiated with: it compiles soonest."""
+    """The module of each kernel with the smallest tiles, whatever it is instantiated with: it compiles soonest."""
     found: dict[tuple[str, ...], ModuleSource] = {}
     for source in sorted(sources, key=lambda each: sum(map(int, re.findall(r"\b\d+", str(each.expressions))))):
         found.setdefault((*source.files, *(name.partition("<")[0] for name in source.expressions)), source)

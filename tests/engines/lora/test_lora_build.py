@@ -149,10 +149,7 @@ def test_a_build_from_the_command_line(
         assert len(plan) > 10_000
         assert not was_built
         assert f" {shape.name} " in result.output
-    steps = (
-        *("base decode 1", "base prefill 16"),
-        *("base decode with adapters 1", "base prefill with adapters 16"),
-    )
+    steps = (*("base decode 1", "base prefill 16"), *("base decode with adapters 1", "base prefill with adapters 16"))
     assert f"  sm_86       kernels: {'; '.join(steps)}\n" in result.output
     for words in ("wide: rank 12", "attention: rank 3", "3 at once, rank up to 12"):
         assert words in result.output
