@@ -117,8 +117,8 @@ NOT_FAST = (
 #: Files whose `slow` cases take seconds, which are marked `ci`.
 SECONDS = ("engines/building/test_builder_workers.py", "engines/building/test_kernel_build.py")
 
-#: Files, and tests of others, whose cases are families times drafts, or the like: a tenth of each test's cases, of those
-#: on a GPU a fourth, show as many of the values as so many can, the others are `slow`.
+#: Files, and tests of others, whose cases are families times drafts, or the like: a tenth of each test's cases, and a
+#: fourth of those on a GPU, show as many of the values as so many can, the others are `slow`.
 SAMPLED = (
     "commands/test_gguf_images.py::test_an_image_is_seen_as_by_the_published_model",
     "commands/test_hostile_models.py",
@@ -175,6 +175,7 @@ SAMPLED = (
     "kernels/decode/test_decode_attention.py",
     "kernels/prefill/test_prompt_linear.py::test_large_tiles_of_packed_weights_stay_in_registers",
     "kernels/prefill/test_prompt_linear.py::test_large_tiles_stay_in_registers",
+    "kernels/sampling/test_sampling.py::test_samples_follow_softmax",
     "serving/test_asynchronous.py::test_many_tasks_without_threads",
     "serving/test_chunk_callbacks.py::test_a_callback_cannot_use_the_runtime_that_calls_it",
     "serving/test_chunk_callbacks.py::test_a_callback_that_raises_ends_its_request_alone",
