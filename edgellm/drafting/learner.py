@@ -250,7 +250,7 @@ class Learner(Policy):
         late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
         self._choice.is_late = late
         is_searched = waited if plan is None else plan.is_given
-        waited = plan is None and (waited or late)
+        waited = waited or (plan is None and late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds / times.plain, LARGEST_SURPRISE * times.ratio(plan))
         if plan is not None and plan.is_given:
