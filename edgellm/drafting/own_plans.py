@@ -22,11 +22,11 @@ REFRESHED = 64
 #: Choosing costs the host half of a small model's step (tools/bench/learner_time.py). A plan is kept for so many more
 #: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how many came in a row, so that what pays begins later
 #: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least, and twice that share.
-KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 20
+KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.5, 255, 20
 #: Where the host is late, a plain step between rounds takes twice as long as those in a row, and the first ones of a
 #: process too. So behind the first so many rounds, then behind twice as many each time, up to so many, `AGAIN` plain
 #: steps in a row tell what they take (tools/bench/results/2026-11-30-cpu-learner-fast-device.md).
-FIRST_AGAIN, LAST_AGAIN, AGAIN = 8, 512, 7
+FIRST_AGAIN, LAST_AGAIN, AGAIN = 2, 512, 7
 #: Nodes of plans that may be taken at once; how many times as large as one of which a candidate came the next may be.
 SMALL, LARGER = 8, 3
 
@@ -83,7 +83,8 @@ class OwnPlans:
             self._again[self._kept_for] = min(2 * again, LAST_AGAIN)
             self.current, self.kept, self._stale = None, AGAIN, REFRESHED
             return None
-        tried = self._worth_trying(safe, best, step)
+        behind = times.behind if step.runner.draft.is_behind else 0.0
+        tried = self._worth_trying(safe, best, step, behind)
         if tried is not None:
             self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
             if tried.plan is None:
@@ -144,11 +145,12 @@ class OwnPlans:
         stays = in_use is best or (in_use.rate * SWITCHING_GAIN >= best.rate and step.fits(in_use.plan))
         return in_use if stays else best
 
-    def _worth_trying(self, safe: Sequence[Option], best: Option, step: Step) -> Option | None:
+    def _worth_trying(self, safe: Sequence[Option], best: Option, step: Step, behind: float) -> Option | None:
         """An option to try against the forecast: the fastest that the steps since have paid for, where drafting does
-        not pay those since the latest round for what it may lose, else those since it was used for what it should."""
+        not pay those since the latest round for what it may lose and for being `behind`, else those since it was used for
+        what it should."""
         for each in [option for option in safe if option is not best]:
-            loss, since = each.steps - 1.0, self._undrafted
+            loss, since = each.steps - 1.0 + behind, self._undrafted
             if best.plan is not None:
                 loss = each.steps / best.steps * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
                 since = self._steps - self._used[each.plan]
