@@ -236,7 +236,7 @@ class Learner(Policy):
         self._latest = batch, ruled
         times = self._times.get(self._latest)
         if plan is None and not ruled and (times is None or not self._choice.drafted):
-            self._choice.is_behind = self._ahead and blocked < LEAST_BLOCKED * seconds
+            self._choice.is_late = self._ahead and blocked < LEAST_BLOCKED * seconds
         self._choice.ended(plan, emitted, ruled)
         if times is None:  # from now on there are figures
             self._blocked[ruled] = blocked
@@ -248,7 +248,6 @@ class Learner(Policy):
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
         late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
-        self._choice.is_late = late
         is_searched = waited if plan is None else plan.is_given
         waited = waited or (plan is None and late)
         if waited or (plan is not None and (self._adaptive or not is_own)):

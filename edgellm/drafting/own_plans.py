@@ -56,8 +56,8 @@ class OwnPlans:
         self.current: DraftPlan | None = None if adaptive else next(iter(plans), None)
         self._kept_for, self.kept = (0, False), 0
         #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take;
-        #: whether the host is late for steps that it is asked for, and was for a plain one behind another.
-        self.explored, self._undrafted, self._largest, self.is_late, self.is_behind = 0, 0, SMALL, False, False
+        #: whether the host was late for a plain step behind another.
+        self.explored, self._undrafted, self._largest, self.is_late = 0, 0, SMALL, False
         #: Rounds since plain steps came in a row, and behind how many these come again, by batch and rules.
         self._rounds, self._again = 0, dict[tuple[int, bool], int]()
         #: How many steps have ended, and how many had when each plan was in use last.
@@ -79,7 +79,7 @@ class OwnPlans:
         best = self._best(safe, step)
         self._kept_for, self.current, self.kept = (step.batch, step.ruled), best.plan, KEPT
         again = self._again.get(self._kept_for, FIRST_AGAIN)
-        if best.plan is not None and self.is_behind and self._rounds >= again:
+        if best.plan is not None and self.is_late and self._rounds >= again:
             self._again[self._kept_for] = min(2 * again, LAST_AGAIN)
             self.current, self.kept, self._stale = None, AGAIN, REFRESHED
             return None
