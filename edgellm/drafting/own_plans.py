@@ -21,8 +21,9 @@ TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
 REFRESHED = 64
 #: Choosing costs the host half of a small model's step (tools/bench/learner_time.py). A plan is kept for so many more
 #: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how many came in a row, so that what pays begins later
-#: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least, and twice that share.
-KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.5, 255, 20
+#: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least and as many as came in
+#: a row, up to twice that most.
+KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 20
 #: Where the host is late, a plain step between rounds takes twice as long as those in a row, and the first ones of a
 #: process too. So behind the first so many rounds, then behind twice as many each time, up to so many, `AGAIN` plain
 #: steps in a row tell what they take (tools/bench/results/2026-11-30-cpu-learner-fast-device.md).
@@ -83,8 +84,7 @@ class OwnPlans:
             self._again[self._kept_for] = min(2 * again, LAST_AGAIN)
             self.current, self.kept, self._stale = None, AGAIN, REFRESHED
             return None
-        behind = times.behind if step.runner.draft.is_behind else 0.0
-        tried = self._worth_trying(safe, best, step, behind)
+        tried = self._worth_trying(safe, best, step, times.behind * step.runner.draft.is_behind)
         if tried is not None:
             self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
             if tried.plan is None:
@@ -92,8 +92,9 @@ class OwnPlans:
             self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
             return tried.plan
         if best.plan is None:
-            share, least = (2 * PUT_OFF, LEAST_KEPT) if self.is_late else (PUT_OFF, 0)
-            self.kept = max(least, min(MOST_KEPT, int(share * self._undrafted)))
+            late = self.is_late
+            share, least, most = (1.0, LEAST_KEPT, 2 * MOST_KEPT) if late else (PUT_OFF, 0, MOST_KEPT)
+            self.kept = max(least, min(most, int(share * self._undrafted)))
         return best.plan
 
     @property
@@ -147,8 +148,8 @@ class OwnPlans:
 
     def _worth_trying(self, safe: Sequence[Option], best: Option, step: Step, behind: float) -> Option | None:
         """An option to try against the forecast: the fastest that the steps since have paid for, where drafting does
-        not pay those since the latest round for what it may lose and for being `behind`, else those since it was used for
-        what it should."""
+        not pay those since the latest round for what it may lose and for being `behind`, else those since it was used
+        for what it should."""
         for each in [option for option in safe if option is not best]:
             loss, since = each.steps - 1.0 + behind, self._undrafted
             if best.plan is not None:

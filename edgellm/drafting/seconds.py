@@ -18,7 +18,7 @@ LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
 LOAD_DRIFT, NOISE, MEMORY, FADED = 0.05, 0.15, 1500.0, 32
 #: A step that is slower or faster than expected by more than this factor was interrupted, or met cold caches.
 LARGEST_SURPRISE = 2.0
-#: Plain steps that it takes a draft model to catch up before a round, as a first guess, and how quickly that is followed.
+#: Plain steps that a draft model takes to catch up before a round, as a first guess, and how quickly that is followed.
 FIRST_BEHIND, BEHIND_PACE = 1.0, 0.2
 
 
@@ -107,7 +107,8 @@ class Seconds:
         """Take notice of a finished step, or of several plain ones that took so many seconds on average. Where the host
         was `late` that says nothing of the load. A round that `waited` for the draft model tells what that took."""
         if plan is not None and waited:
-            self.behind += BEHIND_PACE * (min(seconds / self.plain, 4.0 * self.ratio(plan)) - self.ratio(plan) - self.behind)
+            taken = min(seconds / self.plain, 4.0 * self.ratio(plan)) - self.ratio(plan)
+            self.behind += BEHIND_PACE * (max(0.0, taken) - self.behind)
             return
         is_plain = plan is None and not waited
         expected = self.plain if is_plain else self.of(plan)
