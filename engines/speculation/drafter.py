@@ -251,14 +251,14 @@ class ModelDrafter(Drafter):
         if takes:
             bucket = self._take_pending(batch)
             self.backend.upload(self.pending.counts[:bucket], np.zeros(bucket, np.int32))
-        elif most >= self.backlog_rows:
-            self.catch_up(range(batch))
         emitted = self._base.decode(batch, rules, begun)
         step = StepReadback(self, self._base.lengths, batch, None, emitted)
         if takes:
             self.launched(step)
         elif is_full:
             self.is_behind = True
+            if most + 1 >= self.backlog_rows:
+                self.catch_up(range(batch))
         return step
 
     def launched(self, step: StepReadback) -> None:
@@ -329,14 +329,16 @@ class ModelDrafter(Drafter):
         return self._rows[slot]
 
     def catch_up(self, slots: range) -> None:
-        tokens, step = self.limits.accept_tokens, self.backend.prompt_step
+        tokens, step = self.limits.accept_tokens, None if self.backend.fixed_shapes else 1  # sizes that are loaded
         for slot in slots:
             row, rows = self._rows[slot], self.backlog_rows
             self._rows[slot] = stop = row + max(0, (self._unseen(slot) - 1) // tokens * tokens)
             for count, chunk in prompt_chunks(self.limits, step, row, stop, range(rows, stop, rows)):
-                place, size, (features, ids) = slot * rows + row % rows, self.feature_size, self._backlog
-                features = features[place * size : (place + chunk) * size].reshape(1, chunk, size)
-                self.commit(slot, ids[place : place + chunk].reshape(1, chunk), features, row, count)
+                place, size, features = slot * rows + row % rows, self.feature_size, self._base.features(chunk)
+                kept = self._backlog.features[place * size : (place + chunk) * size]
+                self.backend.copy(features, kept.reshape(1, chunk, size))  # where engines expect a prompt's
+                ids = self._backlog.token_ids[place : place + chunk].reshape(1, chunk)
+                self.commit(slot, ids, features, row, count)
                 row += count
         self._look_behind()
 
