@@ -50,15 +50,15 @@ class OwnPlans:
     """Chooses among plain steps and the plans of a draft model, as far as an account affords; where it is not
     `adaptive` the first plan that fits is all there is."""
 
-    def __init__(self, plans: Sequence[DraftPlan], adaptive: bool, account: Account) -> None:
+    def __init__(self, plans: Sequence[DraftPlan], adaptive: bool, account: Account, is_late: bool) -> None:
         self._plans, self._adaptive, self._account = tuple(plans), adaptive, account
         self.chances = {ruled: AcceptanceModel(plans) for ruled in (False, True)}
         #: What is in use, for which batch size, under rules or not, and for how many more steps it is kept.
         self.current: DraftPlan | None = None if adaptive else next(iter(plans), None)
         self._kept_for, self.kept = (0, False), 0
         #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take;
-        #: whether the host was late for a plain step behind another.
-        self.explored, self._undrafted, self._largest, self.is_late = 0, 0, SMALL, False
+        #: whether the host is late for plain steps, as is thought until it was not for one behind another.
+        self.explored, self._undrafted, self._largest, self.is_late = 0, 0, SMALL, is_late
         #: Rounds since plain steps came in a row, and behind how many these come again, by batch and rules.
         self._rounds, self._again = 0, dict[tuple[int, bool], int]()
         #: How many steps have ended, and how many had when each plan was in use last.
@@ -92,9 +92,8 @@ class OwnPlans:
             self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
             return tried.plan
         if best.plan is None:
-            late = self.is_late
-            share, least, most = (1.0, LEAST_KEPT, 2 * MOST_KEPT) if late else (PUT_OFF, 0, MOST_KEPT)
-            self.kept = max(least, min(most, int(share * self._undrafted)))
+            share, most = (1.0, 2 * MOST_KEPT) if self.is_late else (PUT_OFF, MOST_KEPT)
+            self.kept = max(LEAST_KEPT * self.is_late, min(most, int(share * self._undrafted)))
         return best.plan
 
     @property
