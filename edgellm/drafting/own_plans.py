@@ -96,11 +96,6 @@ class OwnPlans:
             self.kept = max(LEAST_KEPT * self.is_late, min(most, int(share * self._undrafted)))
         return best.plan
 
-    @property
-    def drafted(self) -> bool:
-        """Whether the latest step was a round."""
-        return not self._undrafted
-
     def otherwise(self, step: Step, times: Seconds) -> Option:
         """What is done without given candidates."""
         if self._adaptive:
