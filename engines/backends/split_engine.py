@@ -11,7 +11,8 @@ the last attention, where few rows are selected.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from edgellm.engines.backends.base import BoundEngine
@@ -143,7 +144,7 @@ class SplitEngine(BoundEngine):
             for name, whole in self._packed_of(segment):
                 memory, layout = self._scratch[wiring[name]], loaded.get(whole)
                 if layout is not None:
-                    self._dense(stand_in(layout, memory), memory, beside=True)
+                    self._dense(stand_in(layout, memory), memory)
         if self._kernels.recurrent is not None:
             super().load_kernels(loaded)
 
@@ -198,18 +199,22 @@ class SplitEngine(BoundEngine):
         """What makes a segment's dense weights, all of which may run beside each other."""
         launches: list[Launchable] = []
         for name, whole in self._packed_of(segment):
-            values = self._scratch[wiring[name]]
-            launches += self._dense(self._bound[whole], values, beside=bool(launches))
+            launches += self._dense(self._bound[whole], self._scratch[wiring[name]], launches[-1:])
         return launches
 
-    def _dense(self, weight: Any, values: Array, beside: bool) -> list[Launchable]:
-        """What makes a packed weight's dense values, [N, K]."""
-        launches, first = list[Launchable](), 0
+    def _dense(self, weight: Any, values: Array, before: Sequence[Launchable] = ()) -> list[Launchable]:
+        """What makes a packed weight's dense values, [N, K]; dense rows are copied. A kernel runs beside the one
+        `before` it."""
+        launches, first = [*before], 0
         for run in weight.runs if isinstance(weight, PackedRuns) else (weight,):
-            own = values[first : first + run.shape[0]]
-            launches.append(self._kernels.prefill.dequantize(run, own, beside=beside or bool(launches)))
+            own, beside = values[first : first + run.shape[0]], bool(launches) and not isinstance(launches[-1], partial)
+            launches.append(
+                partial(self._device.copy, own, run)
+                if isinstance(run, Array)
+                else self._kernels.prefill.dequantize(run, own, beside=beside)
+            )
             first += run.shape[0]
-        return launches
+        return launches[len(before) :]
 
     def _packed_of(self, segment: Segment) -> list[tuple[str, str]]:
         """The weights of a segment that its engine takes dense alone, and are bound packed: their names there, and in

@@ -38,6 +38,10 @@ class NumpyKernelDevice:
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return memory[offset : offset + count].view(dtype).reshape(shape)
 
+    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
+        """`target` becomes `source`."""
+        np.copyto(target, source)
+
 
 class _Float32Engine(KernelEngine):
     """The twins compute in float32 what the GPU has in its compute dtype."""

@@ -35,6 +35,7 @@ from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.engines.model.steps import Attention, Normed, NormLinear, Step
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.kernels.quantization.row_runs import PackedRuns
 from edgellm.kernels.quantization.rows import quantize_rows
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
@@ -202,11 +203,13 @@ def test_packed_weights_give_what_their_values_do(
     config: DecoderConfig | None, kept_dense: str, lora: dict[str, int]
 ) -> None:
     program = model_program(DEEP, EngineShape("prefill", 1, 32, 96, 96, **lora))
-    arrays, packed = random_arrays(program, 13), dict[str, PackedWeight]()
+    arrays, packed = random_arrays(program, 13), dict[str, PackedWeight | PackedRuns]()
     for name, spec in program.weights.items():
         if len(spec.shape) == 2 and not re.search(kept_dense, name):
-            packed[name] = random_packed(*spec.shape, 32, True, "float32", seed=len(packed))
-            arrays[name] = packed[name].values()
+            rows, dense = spec.shape[0], 8 if "qkv" in name else 0  # of which are not packed
+            weight = random_packed(rows - dense, spec.shape[1], 32, True, "float32", seed=len(packed))
+            arrays[name] = np.concatenate((weight.values(), arrays[name][rows - dense :]))
+            packed[name] = PackedRuns((weight, arrays[name][rows - dense :])) if dense else weight
     assert len(packed) > 10
     found, expected = ({name: array.copy() for name, array in arrays.items()} for _ in range(2))
     for weights, bound in (({}, expected), (packed, found)):
