@@ -81,7 +81,7 @@ class Seconds:
             self._logs = [*like._logs]
             self._variances = [min(a, b + 0.25 * a) for a, b in zip(self._first, like._variances, strict=True)]
         #: What it takes to catch up, in plain steps.
-        self.behind = FIRST_BEHIND if like is None else like.behind
+        self.behind: float = FIRST_BEHIND if like is None else like.behind
         #: Of the load and of what all rounds share; rounds since their terms faded.
         self._covariance, self._unfaded = 0.0, 0
 

@@ -166,7 +166,8 @@ class ModelDrafter(Drafter):
         self._base, self._engines, self._steps = base, engines, steps
         #: The rows of each slot that the draft has when all that is enqueued is done: counted from what the base has
         #: then, at most, and exact as that is. The latest step that began with taking in what was pending.
-        self._rows, self._latest = [0] * limits.max_batch, None
+        self._rows = [0] * limits.max_batch
+        self._latest: StepReadback | None = None
         #: Whether plain steps are not many yet since the latest round.
         self._is_near = False
         self.backlog_rows, chunk = min(BACKLOG_ROWS, limits.kv_capacity), limits.prefill_chunk
