@@ -9,7 +9,6 @@ wait in the backlog, until a round comes or that is full: then chunks of them ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from edgellm.engines.runners.prefill import prompt_chunks
 from edgellm.engines.runners.sampling_state import StepRules
 from edgellm.engines.runners.states import ModelStates, SlotRows
 from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
+from edgellm.engines.speculation.round import StepReadback
 from edgellm.engines.speculation.tree import CandidateBuffers, TreeLimits, pending_entries
 from edgellm.kernels.acceptance.contract import Backlog, Chain, Pending
 from edgellm.kernels.arrays import Array, leading
@@ -392,35 +392,3 @@ class ModelDrafter(Drafter):
 def _flat(array: Array, place: int, size: int) -> Array:
     """Elements of an array, of which each place has so many."""
     return array.reshape(-1)[place * size : (place + 1) * size]
-
-
-@dataclass(eq=False)
-class StepReadback:
-    """The tokens of a round or, without a `plan`, of a plain step beside a draft model, of `batch` slots, on their way
-    to the host.
-
-    `emitted` reads them; `lengths` are those of `BaseEngineRunner`, bounds that become exact; `caught_up` says whether
-    the draft took in a backlog before.
-    """
-
-    draft: Drafter
-    lengths: list[int]
-    batch: int
-    plan: DraftPlan | None
-    emitted: Readback
-    caught_up: bool = False
-    _tokens: list[list[int]] | None = None
-
-    def wait(self) -> list[list[int]]:
-        """The tokens of each slot, in order: none for an idle one, else at least one."""
-        if self._tokens is None:
-            values = self.emitted.wait()[: self.batch].tolist()
-            if self.plan is None:
-                self._tokens = [[token] if token >= 0 else [] for token in values]
-            else:
-                self._tokens = [row[1 : 1 + row[0]] for row in values]
-                for slot, tokens in enumerate(self._tokens):
-                    if tokens:
-                        self.lengths[slot] += len(tokens) - self.plan.longest
-            self.draft.read(self, [len(tokens) for tokens in self._tokens])
-        return self._tokens

@@ -32,8 +32,8 @@ from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.drafter import Drafter, StepReadback
-from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, part_keys
+from edgellm.engines.speculation.drafter import Drafter
+from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, StepReadback, part_keys
 from edgellm.engines.speculation.tree_verification import TreeVerification, given_limits, given_shapes
 
 _TREE_PHASES = ("verify", "accept", "propose")
