@@ -26,8 +26,12 @@ class Implementation(Generic[StepKind]):
 
     #: For messages: "kernels of few rows".
     name = "kernels"
-    #: Whether it reads the engine's `attention_mask`.
-    reads_mask = False
+    #: Whether it reads the engine's `attention_mask`, and in decode steps, too.
+    reads_mask = reads_decode_mask = False
+
+    def lead(self, number: int) -> int:
+        """With which step of a program, by number, it runs that of a `number`."""
+        return number
 
     def suits(self, step: StepKind, program: Program) -> bool:
         """Whether it is made for so many rows, or such weights, as a step has."""

@@ -35,12 +35,12 @@ from packed_weights import random_packed
 from edgellm.engines.backends import kernel_engine
 from edgellm.engines.backends.steps import table
 from edgellm.engines.backends.steps.attention import FewTokens
-from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import TABLE, choose, kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.encoder_steps import Product
+from edgellm.engines.model.expert_steps import for_kernels
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.row_steps import TOKEN_ROWS

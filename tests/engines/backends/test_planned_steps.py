@@ -41,53 +41,19 @@ from edgellm.kernels.recurrent.twin import NumpyRecurrent
 DEEP = MODELS["deep"]
 
 
-class NumpySegment:
-    """A segment's engine, of NumPy; its inputs and outputs are apart, as TensorRT's must be."""
-
-    scratch_bytes = 512
-    takes_packed = False
-
-    def __init__(self, program: Program) -> None:
-        self._program, self._bound = program, {}
-        self.enqueued = 0
-
-    def attach(self, device: Any, scratch: np.ndarray) -> None:
-        assert scratch.nbytes >= self.scratch_bytes
-
-    def bind(self, bindings: Mapping[str, np.ndarray]) -> None:
-        assert bindings.keys() <= self._program.edge.keys()
-        self._bound.update(bindings)
-
-    def enqueue(self) -> None:
-        program, self.enqueued = self._program, self.enqueued + 1
-        outputs = [self._bound[name] for name in program.outputs]
-        inputs = [array for name, array in self._bound.items() if name not in program.outputs]
-        assert not any(np.shares_memory(one, other) for one in outputs for other in inputs)
-        ProgramGraph(NumpyOperations(self._bound, self._bound), program).run()
+def between_attention(program: Program) -> frozenset[str]:
+    """The steps that TensorRT runs where it is asked for."""
+    return frozenset(step.title for step in program.steps if not step.cuts)
 
 
-class _Float32SplitEngine(SplitEngine):
-    """NumPy computes in float32 what the GPU has in its compute dtype."""
-
-    def _own(self, kind: str) -> str:
-        return "float32" if kind == "compute" else kind
-
-
-def numpy_split_engine(
-    program: Program, packed: Collection[str] = (), config: ModelConfig | None = None
-) -> tuple[SplitEngine, dict[int, Any]]:
-    """The engine on NumPy, and those of its segments: of a `config` the twins of kernels where they take a segment."""
-    engines: dict[int, Any] = {segment.number: NumpySegment(segment.program) for segment in segments_of(program)}
-    for part in segment_shapes(program) if config is not None else ():
-        if kernel_choice(config, part, "float16", 227 << 10)[0] is not None:
-            engines[part.segment] = numpy_kernel_engine(config, part)
-    kernels = StepKernels(None, None, recurrent=NumpyRecurrent(), prefill=NumpyPrefill())
-    return _Float32SplitEngine(kernels, program, engines, "float32", packed), engines
-
-
-def attach(engine: SplitEngine | KernelEngine) -> None:
+def attach(engine: KernelEngine) -> None:
     """Give an engine its scratch."""
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # NaN: nothing unwritten is read
+
+
+def plans_of(engine: KernelEngine) -> dict[tuple[int, ...], Any]:
+    """The engines of segments by their first steps and those behind their last."""
+    return {shape.segment: plan for shape, plan in engine._kernels.plans.items()}
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 17])
