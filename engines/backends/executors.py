@@ -118,6 +118,7 @@ class Executors:
         if (
             asked
             and shape.phase in PROMPT_PHASES
+            and not self._unusual(shape)
             and not any(step.title in refused if step.cuts else self._lacking(shape, step) for step in program.steps)
         ):
             own = (step for step in program.steps if not step.cuts and step_rows(step, program) > MAX_TILED_ROWS)
@@ -176,20 +177,23 @@ class Executors:
         """What of a step has no operation in TensorRT; nothing where it has all."""
         if type(step) is not steps.Attention:
             return _LACKING.get(type(step), "")
-        config = self._models[shape.model]
         lacking = {
+            self._unusual(shape): True,
             "KV caches of 8 bits": shape.kv_cache != "compute",
-            "drafts of blocks": isinstance(config, DraftConfig) and config.block is not None,
-            "layers that share rows, or have heads, embeddings or factors of their own": isinstance(
-                config, DecoderConfig
-            )
-            and config.layers_differ,
             "attention within a window": step.window is not None,
             "rotary embeddings of neighbours": step.neighbours,
             "attention of an image's tokens to those behind them": step.looks_ahead,
             "attention with sinks, or a cap of scores": step.sinks is not None or step.cap > 0,
         }
-        return next((what for what, is_there in lacking.items() if is_there), "")
+        return next((what for what, is_there in lacking.items() if what and is_there), "")
+
+    def _unusual(self, shape: EngineShape) -> str:
+        """What about the layers of a shape's model TensorRT has nothing for, if there is anything."""
+        config = self._models[shape.model]
+        if isinstance(config, DraftConfig):
+            return "drafts of blocks" if config.block is not None else ""
+        differ = isinstance(config, DecoderConfig) and config.layers_differ
+        return "layers that share rows, or have heads, embeddings or factors of their own" if differ else ""
 
 
 def _titles(program: Program) -> list[str]:

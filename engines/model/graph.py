@@ -109,7 +109,7 @@ class ProgramGraph(Generic[Tensor]):
             width, whole = (self._program.kinds[each][0][-1] for each in (step.output, step.through))
             sizes = step.first, width, whole - step.first - width
             through = operations.split(self.values[step.through], sizes, axis=2)[1]
-            y = operations.to_compute(operations.multiply(operations.to_float32(y), through))
+            y = operations.to_compute(operations.multiply(operations.to_float32(y), operations.to_float32(through)))
         if step.scale != 1.0:
             y = operations.scale(operations.to_float32(y), step.scale)
         if step.cap:
@@ -348,7 +348,7 @@ class ProgramGraph(Generic[Tensor]):
         operations, (width,) = self.operations, step.norm.weight.shape
         x, rows = (operations.to_float32(self.values[each]) for each in step.reads)
         parts = self._program.kinds[step.value][0][-1] // width
-        normed = operations.merge_heads(self._norm(operations.split_heads(x, parts), step.norm))
+        normed = operations.to_float32(operations.merge_heads(self._norm(operations.split_heads(x, parts), step.norm)))
         return operations.scale(operations.add(normed, operations.scale(rows, step.scale)), TOKEN_SHARE)
 
 
