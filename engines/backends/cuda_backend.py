@@ -247,8 +247,10 @@ class CudaBackend(CudaDevice):
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""
         planned = self.executors.planned(shape)
+        if not planned:
+            return planned is not None
         program = model_program(self._directory.model_config(shape.model), shape)
-        return planned is not None and planned.isdisjoint(step.title for step in program.attentions)
+        return planned.isdisjoint(step.title for step in program.attentions)
 
     @cached_property
     def prompt_step(self) -> int | None:

@@ -36,8 +36,9 @@ _LACKING: dict[type[steps.Step], str] = {
     **dict.fromkeys((steps.Experts, ChooseExperts, GateUpExperts, DownExperts), "mixtures of experts"),
     **dict.fromkeys((ShortConvolution, GatedDelta, SelectiveScan, GatedNorm), "recurrent layers"),
 }
-#: What TensorRT has not where it runs a shape of a model with packed weights whole.
-_PACKED = "packed weights"
+#: What else TensorRT has not: of a model that it is to run whole, and of attention; and what to do then.
+_PACKED, _INT8 = "packed weights", "KV caches of 8 bits"
+_ADVICE = {_PACKED: "the unquantized model, or ", _INT8: '--kv-cache compute (kv_cache="compute"), or '}
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {
     **dict.fromkeys(("sm_80", "sm_87"), 163 << 10),
@@ -87,7 +88,8 @@ class Executors:
         """`models` are those of `EngineShape.model`; `shared_limit` is in bytes, None where there are no kernels;
         `packed` has the layouts of packed weights by model; `executor` is one of `opening.EXECUTORS`."""
         self._models, self._limits, self._dtype, self._shared_limit = models, limits, dtype, shared_limit
-        self._packed, self._executor = packed, executor
+        self._packed, self.executor = packed, executor
+        self._latest: Program | None = None
 
     @cached_property
     def refused(self) -> Mapping[str, Mapping[str, str]]:
@@ -103,31 +105,34 @@ class Executors:
         """Why kernels do not run all steps of a shape; None if they do."""
         if self._shared_limit is None:
             return "no kernels for this GPU"
-        if shape.phase == "encode" or whole_refusal(shape, self._dtype) is not None:
+        if self._is_one(shape):
             return kernel_refusal(self._models[shape.model], shape, self._dtype, self._shared_limit)
-        refused, program = self.refused[shape.model], self._program(shape)
-        found = (f"kernels cannot run {title}: {refused[title]}" for title in _titles(program) if title in refused)
+        refused = self.refused[shape.model]
+        steps_of = self._program(shape).steps if refused else ()
+        found = (
+            f"kernels cannot run {step.title}: {refused[step.title]}" for step in steps_of if step.title in refused
+        )
         return next(found, None)
 
     def planned(self, shape: EngineShape) -> frozenset[str] | None:
         """The steps of a shape that TensorRT runs, by title; None where it runs the shape whole."""
-        asked, refusal = self._executor == "tensorrt", self.refusal(shape)
-        if shape.phase == "encode" or self._shared_limit is None or whole_refusal(shape, self._dtype) is not None:
-            return frozenset() if refusal is None and not (asked and self._whole_runs(shape)) else None
-        program, refused = self._program(shape), self.refused[shape.model]
-        if (
-            asked
-            and shape.phase in PROMPT_PHASES
-            and not self._unusual(shape)
-            and not any(step.title in refused if step.cuts else self._lacking(shape, step) for step in program.steps)
-        ):
+        asked = self.executor == "tensorrt"
+        if self._is_one(shape):
+            is_whole = self.refusal(shape) is not None or (asked and self._whole_runs(shape))
+            return None if is_whole else frozenset()
+        refused = self.refused[shape.model]
+        if not refused and not asked:
+            return frozenset()
+        program = self._program(shape)
+        found = frozenset(step.title for step in program.steps if step.title in refused)
+        if asked and shape.phase in PROMPT_PHASES and self._splits(shape, program):
             own = (step for step in program.steps if not step.cuts and step_rows(step, program) > MAX_TILED_ROWS)
-            return frozenset(step.title for step in own) | (refused.keys() & _titles(program))
-        return None if asked and self._whole_runs(shape) else frozenset(refused.keys() & _titles(program))
+            return found.union(step.title for step in own)
+        return None if asked and self._whole_runs(shape) else found
 
     def problem(self, shape: EngineShape) -> str | None:
         """Why nothing runs a shape on the GPU, and what to do; None if something does."""
-        titles, advice = self.planned(shape), ""
+        titles = self.planned(shape)
         if titles is None:
             lacking = self._whole_lacking(shape)
         else:
@@ -135,12 +140,9 @@ class Executors:
             lacking = next(filter(None, (self._lacking(shape, step) for step in steps_of)), "")
         if not lacking:
             return None
-        if shape.kv_cache != "compute":
-            advice = 'Take --kv-cache compute (kv_cache="compute"), or'
-        elif titles is None:
-            advice = "Take the unquantized model, or" if lacking == _PACKED else "Take float16 or bfloat16, or"
+        advice = _ADVICE.get(lacking) or ("float16 or bfloat16, or " if titles is None else "")
         what = f"{self.refusal(shape)}, and TensorRT has nothing for {lacking}"
-        return f"{shape.name} cannot run on this GPU: {what}. {advice or 'Take'} --backend numpy"
+        return f"{shape.name} cannot run on this GPU: {what}. Take {advice}--backend numpy"
 
     def plans(self, shape: EngineShape) -> list[EngineShape]:
         """The shapes of TensorRT's engines that run a shape, or steps of it."""
@@ -153,9 +155,23 @@ class Executors:
             found |= {segment_shape(program, run): None for run in planned_runs(program, titles).values()}
         return list(found)
 
+    def _is_one(self, shape: EngineShape) -> bool:
+        """Whether one executor runs all steps of a shape: of an encoder, or where no kernels are made for it."""
+        return shape.phase == "encode" or self._shared_limit is None or whole_refusal(shape, self._dtype) is not None
+
+    def _splits(self, shape: EngineShape, program: Program) -> bool:
+        """Whether TensorRT may run what stands between attention and recurrent layers, and kernels run these."""
+        refused = self.refused[shape.model]
+        return not self._unusual(shape) and not any(
+            step.title in refused if step.cuts else self._lacking(shape, step) for step in program.steps
+        )
+
     def _program(self, shape: EngineShape) -> Program:
-        program = step_program(self._models[shape.model], shape)
-        return replace(program, packed=packed_of(self._packed, shape.model, program))
+        if self._latest is None or self._latest.shape != shape:
+            program = step_program(self._models[shape.model], shape)
+            packed = packed_of(self._packed, shape.model, program) if self._packed else {}
+            self._latest = replace(program, packed=packed)
+        return self._latest
 
     def _whole_runs(self, shape: EngineShape) -> bool:
         """Whether the TensorRT that is there has the layers of a shape that it is to run whole, or nothing is known."""
@@ -170,8 +186,7 @@ class Executors:
             return _PACKED
         if isinstance(config, AudioConfig):
             return "convolutions of encoders of speech"
-        program = model_program(config, shape)
-        return next(filter(None, (self._lacking(shape, step) for step in program.steps)), "")
+        return next(filter(None, (self._lacking(shape, step) for step in self._program(shape).steps)), "")
 
     def _lacking(self, shape: EngineShape, step: steps.Step) -> str:
         """What of a step has no operation in TensorRT; nothing where it has all."""
@@ -179,7 +194,7 @@ class Executors:
             return _LACKING.get(type(step), "")
         lacking = {
             self._unusual(shape): True,
-            "KV caches of 8 bits": shape.kv_cache != "compute",
+            _INT8: shape.kv_cache != "compute",
             "attention within a window": step.window is not None,
             "rotary embeddings of neighbours": step.neighbours,
             "attention of an image's tokens to those behind them": step.looks_ahead,
@@ -194,10 +209,6 @@ class Executors:
             return "drafts of blocks" if config.block is not None else ""
         differ = isinstance(config, DecoderConfig) and config.layers_differ
         return "layers that share rows, or have heads, embeddings or factors of their own" if differ else ""
-
-
-def _titles(program: Program) -> list[str]:
-    return [step.title for step in program.steps]
 
 
 def packed_of(packed: PackedLayouts, model: str, program: Program) -> dict[str, PackedLayout]:
@@ -221,8 +232,8 @@ def planned_shapes(
     """What needs plans on GPUs of a compute capability; see `Executors`. `needless`: also what TensorRT runs where it
     is asked for."""
     found: dict[EngineShape, None] = {}
-    for executor in EXECUTORS if needless else EXECUTORS[:1]:
-        ways = Executors(models, limits, dtype, shared_limit_of(capability), packed, executor)
+    ways = Executors(models, limits, dtype, shared_limit_of(capability), packed)
+    for ways.executor in EXECUTORS if needless else EXECUTORS[:1]:
         for shape in limits.all_engine_shapes():
             found |= dict.fromkeys(ways.plans(shape) if ways.problem(shape) is None else ())
     return list(found)

@@ -70,7 +70,7 @@ def segment_of(program: Program, run: Run) -> Segment:
     for step in steps:
         if (keep := step.keeps) is not None and keep.target in kept and step.kept_value is not None:
             outputs[keep.target] = program.kinds[step.kept_value][0], "compute"
-    first = min((int(match[2]) for match in _LAYER.finditer(repr(steps))), default=0)
+    first = _first_layer(repr(steps))
     inputs = {_renamed(name, first): program.kinds[name] for name in sorted(reads)}
     shape = segment_shape(program, run)
     if stateful(steps):
@@ -88,9 +88,21 @@ def segment_shape(program: Program, run: Run) -> EngineShape:
 
 def planned_runs(program: Program, titles: Collection[str]) -> dict[Run, Run]:
     """The runs of neighbouring steps with these titles, and of each the first run that does the same."""
-    alike: dict[str, Run] = {}
-    # Programs are compared as they print: where weights come from is no part of them, and does not print.
-    return {run: alike.setdefault(str(segment_of(program, run).program), run) for run in _runs(program, titles)}
+    alike: dict[tuple[str, frozenset[str]], Run] = {}
+    return {run: alike.setdefault(_does(program, run), run) for run in _runs(program, titles)}
+
+
+def _does(program: Program, run: Run) -> tuple[str, frozenset[str]]:
+    """What a run does: its steps as they print, but for the number of their layer, and what is read of what they write.
+    Where weights come from is no part of steps, and does not print."""
+    steps, behind = program.steps[slice(*run)], program.steps[run[1] :]
+    text, written = repr(steps), frozenset(name for step in steps for name in step.writes)
+    needed = frozenset(name for name in written if name in program.outputs or _is_read(name, behind))
+    return _renamed(text, _first_layer(text)), needed
+
+
+def _first_layer(text: str) -> int:
+    return min((int(match[2]) for match in _LAYER.finditer(text)), default=0)
 
 
 def _runs(program: Program, titles: Collection[str]) -> Iterator[Run]:

@@ -93,7 +93,8 @@ def kept_scratch(step: Step, program: Program) -> Edge:
 
 def packed_layout(step: Step, program: Program) -> PackedLayout | None:
     """How a step's weight is packed, if it is: that of a linear layer, or of a layer of experts."""
-    return next((program.packed[each.name] for each in step.weights if each.name in program.packed), None)
+    packed = program.packed
+    return next((packed[each.name] for each in step.weights if each.name in packed), None) if packed else None
 
 
 def too_large(needed: int, limit: int) -> str | None:
