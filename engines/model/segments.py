@@ -51,18 +51,9 @@ class Segment:
 
 def segment_of(program: Program, run: Run) -> Segment:
     """The steps of a run as a program. What they read and write has the dtypes that kernels give it."""
-    steps, behind = list(program.steps[slice(*run)]), program.steps[run[1] :]
-    reads, written = _reads_of_all(steps), {step.output for step in steps}
-    kept = dict[str, Keep]()
-    for number, step in enumerate(steps):
-        if (keep := step.keeps) is not None and keep.target in program.outputs:
-            name = f"kept_{len(kept)}"
-            kept[name], changed = keep, {"keep": replace(keep, target=name, place=0)}
-            steps[number] = replace(step, **changed)
-        elif keep is not None:
-            written.add(keep.target)
-    outputs: Edge = {}
-    for name in sorted(name for name in written if name in program.outputs or _is_read(name, behind)):
+    steps, kept = _own_steps(program, run)
+    reads, outputs = _reads_of_all(steps), Edge()
+    for name in _needed(program, steps, run):
         output = NEXT + name if name in reads else name
         if output != name:
             steps.append(Reshape(output, name, program.kinds[name][0]))
@@ -74,9 +65,27 @@ def segment_of(program: Program, run: Run) -> Segment:
     inputs = {_renamed(name, first): program.kinds[name] for name in sorted(reads)}
     shape = segment_shape(program, run)
     if stateful(steps):
-        inputs |= {name: program.inputs[name] for name in _OF_ATTENTION if name in program.inputs}
+        rotates = any(getattr(step, "rotary", 0) for step in steps)  # no network takes what it does not read
+        inputs |= {name: program.inputs[name] for name in _OF_ATTENTION[not rotates :] if name in program.inputs}
     own = Program(shape, inputs, tuple(_renamed(step, first) for step in steps), outputs, program.wide_residual)
     return Segment(own, first, kept)
+
+
+def _own_steps(program: Program, run: Run) -> tuple[list[Step], dict[str, Keep]]:
+    """The steps of a run, each of which keeps what becomes columns of an output under a name of its own; and these."""
+    steps, kept = list(program.steps[slice(*run)]), dict[str, Keep]()
+    for number, step in enumerate(steps):
+        if (keep := step.keeps) is not None and keep.target in program.outputs:
+            name = f"kept_{len(kept)}"
+            changed: dict[str, Any] = {"keep": replace(keep, target=name, place=0)}
+            kept[name], steps[number] = keep, replace(step, **changed)
+    return steps, kept
+
+
+def _needed(program: Program, steps: list[Step], run: Run) -> list[str]:
+    """What others read of what the steps of a run write, and outputs of the whole."""
+    behind, written = program.steps[run[1] :], sorted({name for step in steps for name in step.writes})
+    return [name for name in written if name in program.outputs or _is_read(name, behind)]
 
 
 def segment_shape(program: Program, run: Run) -> EngineShape:
@@ -88,17 +97,16 @@ def segment_shape(program: Program, run: Run) -> EngineShape:
 
 def planned_runs(program: Program, titles: Collection[str]) -> dict[Run, Run]:
     """The runs of neighbouring steps with these titles, and of each the first run that does the same."""
-    alike: dict[tuple[str, frozenset[str]], Run] = {}
+    alike: dict[tuple[str, tuple[str, ...]], Run] = {}
     return {run: alike.setdefault(_does(program, run), run) for run in _runs(program, titles)}
 
 
-def _does(program: Program, run: Run) -> tuple[str, frozenset[str]]:
+def _does(program: Program, run: Run) -> tuple[str, tuple[str, ...]]:
     """What a run does: its steps as they print, but for the number of their layer, and what is read of what they write.
     Where weights come from is no part of steps, and does not print."""
-    steps, behind = program.steps[slice(*run)], program.steps[run[1] :]
-    text, written = repr(steps), frozenset(name for step in steps for name in step.writes)
-    needed = frozenset(name for name in written if name in program.outputs or _is_read(name, behind))
-    return _renamed(text, _first_layer(text)), needed
+    steps, _ = _own_steps(program, run)
+    text = repr(steps)
+    return _renamed(text, _first_layer(text)), tuple(_needed(program, steps, run))
 
 
 def _first_layer(text: str) -> int:
