@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from absent_gpu import Module, prepare
 from decode_models import EAGLE3, HEADS, LLAMA, RECURRENT
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
@@ -34,6 +35,7 @@ from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import planned_runs, segment_of
 from edgellm.engines.model.steps import Attention, Normed, NormLinear, Step
+from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 from edgellm.kernels.quantization.rows import quantize_rows
@@ -317,6 +319,19 @@ def test_an_attention_that_kernels_refuse_is_tensorrts_alone() -> None:
         'Take --kv-cache compute (kv_cache="compute"), or --backend numpy'
     )
     assert planned_shapes({"base": ODD_HEADS}, rows8, "float16", "sm_86") == []
+
+
+def test_layers_of_odd_widths_are_tensorrts_and_kernels_stand_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launches are prepared as for a GPU."""
+    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
+    limits, config = EngineLimits(2, 80, 256), replace(LLAMA, intermediate_size=100)
+    ways = executors(config, limits)
+    for shape in limits.engine_shapes():
+        planned = ways.planned(shape)
+        assert planned == {f"the linear layer model.layers.{index}.mlp.down_proj" for index in range(2)}
+        last = [(9, 10)] * (shape.phase == "prefill")  # of the rows that get logits
+        assert [part.segment for part in ways.plans(shape)] == [(4, 5), *last]
+        prepare(Module(), config, shape, planned=planned)
 
 
 def test_without_tensorrt_a_refused_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
