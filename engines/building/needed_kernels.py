@@ -123,7 +123,8 @@ class AbsentBackend(CudaBackend):
     def load_all(self, weights: Iterable[Mapping[str, PackedLayout | None]]) -> None:
         """Load what every step may need, with the weights of one model after another, packed so (None: dense)."""
         for shape in engine_shapes(self._directory.limits):
-            self.load_engine(shape)
+            if self.executors.problem(shape) is None:
+                self.load_engine(shape)
         engines: list[Any] = list(self._engines)  # none of TensorRT's
         for engine in engines:
             engine.attach(self, self._scratch)
@@ -224,6 +225,7 @@ def planned_engines(
     # Which kernels run a shape may depend on a block's shared memory, here the least of any GPU's; scratch hardly.
     backend = AbsentBackend(models, limits, dtype, packed, absent_gpu("sm_90", 1, min(SHARED_MEMORY.values())))
     for shape in limits.engine_shapes():
-        if shape.phase == "encode" or (shape.phase == "prefill" and shape.tokens >= limits.prefill_chunk):
+        is_largest = shape.phase == "encode" or (shape.phase == "prefill" and shape.tokens >= limits.prefill_chunk)
+        if is_largest and backend.executors.problem(shape) is None:
             backend.load_engine(shape)
     return {"engine scratch": backend.scratch_bytes(), **CODE}

@@ -151,8 +151,9 @@ def whole_refusal(shape: EngineShape, dtype: str) -> str | None:
         return f"kernels compute in float16 and bfloat16, not {dtype}"
     if shape.phase == "encode":
         return "encoders have kernels of their own"
-    if shape.phase not in PROMPT_PHASES and shape.tokens > MAX_TILED_ROWS:
-        return f"kernels take up to {MAX_TILED_ROWS} rows, not {shape.tokens}"
+    part = passes(shape)[-1][1]
+    if shape.phase not in PROMPT_PHASES and (rows := part.batch * part.tokens) > MAX_TILED_ROWS:
+        return f"kernels take up to {MAX_TILED_ROWS} rows, not {rows}"
     return None
 
 
