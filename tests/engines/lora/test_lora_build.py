@@ -162,9 +162,9 @@ def test_a_build_from_the_command_line(
         assert words in listed.output
     facts = json.loads(edgellm("info", target, "--json").output)
     assert facts["lora"]["mlp"]["digest"] == directory.adapters["mlp"].digest
-    (target / "plans" / platform.folder / f"{prefill}-s1.lora.engine").unlink()
+    (target / "plans" / platform.folder / f"{prefill}-s2-6.lora.engine").unlink()
     report = refresh_plans(target, ["sm_86"], all_plans=True)
-    assert [plan.shape.name for plan in report.plans if plan.seconds] == [f"{prefill}-s1.lora"]
+    assert [plan.shape.name for plan in report.plans if plan.seconds] == [f"{prefill}-s2-6.lora"]
 
 
 def test_a_rank_alone_leaves_room_for_adapters(tiny_checkpoint: Path, tmp_path: Path) -> None:
