@@ -20,8 +20,8 @@ class SpeechStream:
     Each call answers with all that was said so far. Windows of the encoder that are full keep their rows and KV rows;
     the open one is encoded anew. Of the text the last `unfixed` tokens are written anew, those before stay. What
     `finish` gives is what `LLM.transcribe` gives of the whole. A loud noise that comes late changes what all quiet
-    parts before it look like to the model, so that they are encoded anew, too. Voxtral Realtime's tokens stay where
-    what they were written for was heard; all of the sound is encoded anew. Not thread-safe.
+    parts before it look like to the model, so that they are encoded anew, too. Voxtral Realtime's rows and tokens stay
+    where what they were written for was heard. Not thread-safe.
     """
 
     def __init__(
@@ -53,11 +53,6 @@ class SpeechStream:
     def seconds(self) -> float:
         """How long what was heard is."""
         return self._sound.count / self._sound.rate
-
-    @property
-    def most_seconds(self) -> float:
-        """How long what is heard may be, beside what the context holds."""
-        return self._audio.most_seconds
 
     def hear(self, samples: np.ndarray) -> Transcription:
         """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, and ContextError where the

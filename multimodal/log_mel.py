@@ -198,14 +198,13 @@ class Sound:
         """The sound as the encoder measures it, in parts of windows. AudioError where there is none."""
         if not self.count:
             raise AudioError("there is no sound yet: give at least one sample")
-        if isinstance(config, RealtimeConfig):
-            return self._between_silence(mel, config)
-        (up, down, reach), back = resampling(self.rate, mel.rate), mel.size // 2
+        (up, down, reach), back, (before, behind) = resampling(self.rate, mel.rate), mel.size // 2, mel.silence
         skipped, samples = self._first // down * up, resampled(self._tail, self.rate, mel.rate)
-        parts = self._final + _parts(samples, skipped, len(self._final) * mel.part, mel)
-        known = (self.count - reach) * up // down  # of the samples at the model's rate
+        samples = np.concatenate((np.zeros(0 if skipped else before), samples, np.zeros(behind)), dtype=np.float32)
+        parts = self._final + _parts(samples, skipped and before + skipped, len(self._final) * mel.part, mel)
+        known = before + (self.count - reach) * up // down  # of the samples at the model's rate
         self._final = parts[: max(0, (known - back) // mel.hop) // mel.part]
-        needed = (len(self._final) * mel.part * mel.hop - back) * down // up - reach
+        needed = (len(self._final) * mel.part * mel.hop - back - before) * down // up - reach
         first = max(self._first, needed // down * down)
         self._tail, self._first = self._tail[first - self._first :], first
         window, size = config.window_frames, config.window_frames // mel.part
@@ -215,16 +214,6 @@ class Sound:
         frames = tuple(min(window, measured - start) for start in range(0, measured, window))
         frames = tuple(count for count in frames if config.rows(count))
         return PreparedAudio(parts, size, frames, sum(map(config.rows, frames)), config.lead_windows > 0)
-
-    def _between_silence(self, mel: MelConfig, config: RealtimeConfig) -> PreparedAudio:
-        """The sound as one window, of which all is measured. AudioError where it is longer."""
-        before, behind = (np.zeros(count, np.float32) for count in mel.silence)
-        whole = np.concatenate((before, resampled(self._tail, self.rate, mel.rate), behind))
-        parts = _parts(whole, 0, 0, mel)
-        count = sum(part.count for part in parts)
-        if count > config.window_frames:
-            raise AudioError(f"the sound has more than the {config.most_seconds:.0f} seconds that are heard: cut it")
-        return PreparedAudio(parts, config.window_frames // mel.part, (count,), config.rows(count), False)
 
 
 def _parts(samples: np.ndarray, skipped: int, first: int, mel: MelConfig) -> tuple[Part, ...]:

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Collection
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -21,18 +22,29 @@ def _sources(repository: Path) -> list[tuple[str, Path]]:
     return [(layer, path) for layer in LAYERS for path in sorted((repository / layer).rglob("*.py"))]
 
 
-def _imports(tree: ast.AST, known: Collection[str] = ()) -> list[tuple[str, int, bool]]:
-    """(module, line, whether at the top of the file) of every import, and of every string among `known`."""
+@cache
+def _told(text: str) -> list[tuple[ast.AST, bool]]:
+    """The imports of a source, and its strings with a dot, each with whether it stands at the top."""
+    tree = ast.parse(text)
     top = {id(node) for node in ast.iter_child_nodes(tree)}
+    return [
+        (node, id(node) in top)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or (isinstance(node, ast.Constant) and "." in str(node.value))
+    ]
+
+
+def _imports(text: str, known: Collection[str] = ()) -> list[tuple[str, int, bool]]:
+    """(module, line, whether at the top of the file) of every import, and of every string among `known`."""
     found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and "." in str(node.value) and node.value in known:
+    for node, at_top in _told(text):
+        if isinstance(node, ast.Constant) and node.value in known:
             found.append((node.value, node.lineno, False))
         if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno, id(node) in top) for alias in node.names]
+            found += [(alias.name, node.lineno, at_top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import in line {node.lineno}"
-            found += [(f"{node.module}.{alias.name}", node.lineno, id(node) in top) for alias in node.names]
+            found += [(f"{node.module}.{alias.name}", node.lineno, at_top) for alias in node.names]
     return found
 
 
@@ -48,7 +60,7 @@ def _layer_of(module: str) -> str | None:
 def test_no_layer_imports_a_later_one(repository: Path) -> None:
     wrong, known = [], {_module_name(layer, path, repository) for layer, path in _sources(repository)}
     for layer, path in _sources(repository):
-        for module, line, _ in _imports(ast.parse(path.read_text()), known):
+        for module, line, _ in _imports(path.read_text(), known):
             imported = _layer_of(module)
             if imported is not None and (imported not in LAYERS or LAYERS.index(imported) > LAYERS.index(layer)):
                 wrong.append(f"{path.relative_to(repository)}:{line} imports {module}")
@@ -59,7 +71,7 @@ def _graph(sources: dict[str, str]) -> dict[str, set[str]]:
     """Which modules each module imports, by their names: at the top, in functions, for types alone, or in strings."""
     graph: dict[str, set[str]] = {}
     for module, text in sources.items():
-        named = [name for name, _, _ in _imports(ast.parse(text), sources)]
+        named = [name for name, _, _ in _imports(text, sources)]
         # `from package import name` imports a module of that name, or the package that has the name
         found = (name if name in sources else name.rpartition(".")[0] for name in named)
         graph[module] = {name for name in found if name in sources} - {module}
@@ -112,7 +124,7 @@ def test_no_packages_import_each_other(repository: Path) -> None:
 def test_gpu_modules_are_not_imported_at_the_top_and_tools_not_at_all(repository: Path) -> None:
     wrong = []
     for _, path in _sources(repository):
-        for module, line, at_top in _imports(ast.parse(path.read_text())):
+        for module, line, at_top in _imports(path.read_text()):
             package = module.split(".")[0]
             if (package in GPU_MODULES and at_top) or package in TOOLS_ONLY:
                 wrong.append(f"{path.relative_to(repository)}:{line} imports {module}")

@@ -89,7 +89,9 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
     if refusal is None and (gpu := find_gpu()) is not None:  # it takes no TensorRT to run kernels
         capabilities.add(gpu.compute_capability)
     planned = planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}
-    encoders = {} if directory.audio is None else audio_memory(directory.audio, computed, refusal is not None)
+    encoders = dict[str, int]()
+    if directory.audio is not None:
+        encoders |= audio_memory(directory.audio, computed, refusal is not None, limits)
     if vision is not None:
         encoders |= vision_memory(vision.config, limits.image_rows, computed, video_tokens=directory.video_tokens)
     draft_config = None if draft is None else draft.config

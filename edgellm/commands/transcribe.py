@@ -88,8 +88,7 @@ def _follow(llm: LLM, given: TranscribeOptions, every: float, asked: dict[str, A
     while len(data) > 1:
         stream, left, taken = SpeechStream(llm, given.rate, given.language, **asked), llm.context_length, 0
         # As long as there is room for as much as came last, and what is said in it.
-        most = stream.most_seconds - every
-        while left >= 2 * taken and stream.seconds <= most and len(data := sys.stdin.buffer.read(size)) > 1:
+        while left >= 2 * taken and len(data := sys.stdin.buffer.read(size)) > 1:
             if data[:4] == b"RIFF" and not before + stream.seconds:
                 break
             found = stream.hear(np.frombuffer(data[: len(data) // 2 * 2], "<i2"))

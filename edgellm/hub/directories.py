@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ _KINDS = ("head", "embedding", "dtype", "draft_weights")
 #: Arguments of a build that may be given where a name is opened; those that are no limits are texts.
 BUILD_OPTIONS = (*_LIMITS, "kv_cache", *_KINDS, "draft", "tokenizer", "mmproj")
 LOCK_NAME = ".lock"
+#: How often a lock is tried whose folder others remove.
+_TRIES = 100
 _LONGEST_NAME = 160
 
 
@@ -206,17 +208,37 @@ def _build(
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Alone with a repository's folder, among processes; where it cannot be written nobody changes it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError:
+    """Alone with a repository's folder, among processes; where it cannot be written nobody changes it. It is removed
+    where nothing was made in it, as of a name that is none."""
+    descriptor, lock = _lock(folder), folder / LOCK_NAME
+    if descriptor < 0:
         yield
         return
     try:
+        yield
+    finally:
+        with suppress(OSError):
+            if [*folder.iterdir()] == [lock] and not lock.stat().st_size:
+                lock.unlink()
+                folder.rmdir()
+        os.close(descriptor)
+
+
+def _lock(folder: Path) -> int:
+    """The open lock of a folder, which this process has; -1 where there is none to be had."""
+    for _ in range(_TRIES):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # another process removed the folder meanwhile
+            continue
+        except OSError:
+            return -1
         if is_taken(descriptor):
             logger.warning("Another process prepares a model in %s: waiting for it", folder)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), (folder / LOCK_NAME).stat()):
+                return descriptor
+        os.close(descriptor)  # of a folder that was removed while this process waited
+    return -1

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
@@ -16,10 +17,12 @@ from edgellm.engines.model.memory_plan import weight_bytes
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout, layout_refusal
 from edgellm.kernels.quantization.packed_weight import WeightFormat
-from edgellm.kernels.quantization.row_runs import PackedLayout, RunsLayout
+from edgellm.kernels.quantization.row_runs import DenseRows, PackedLayout, RunsLayout
 
 #: By model ("base", "draft"), of those with packed weights, their layouts on the device by name.
 PackedLayouts = Mapping[str, Mapping[str, PackedLayout]]
+#: Tensors beside a packed weight that say in which order its inputs are taken, or how they are scaled.
+_INPUT_TENSORS = "g_idx", "weight_g_idx", "pre_quant_scale"
 _REFUSED = (
     "the GPU's kernels do not take the packed weights of the {}. The NumPy backend runs them (--backend numpy); for a "
     "GPU take another release of the model, or quantize the unquantized one: edgellm quantize CHECKPOINT TARGET"
@@ -79,27 +82,30 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
     """The `model_layouts` of one checkpoint: those of `specs` that are packed, by name."""
     found: dict[str, PackedLayout] = {}
     for spec in specs:
-        each_part = [checkpoint.weight_format(name, shape) for name, shape in spec.parts]
-        formats = set(each_part)
-        if formats == {None} or _becomes_dense(checkpoint, spec, formats, dtype):
+        formats = part_formats(checkpoint, spec, dtype)
+        known = [format for format in formats if format is not None]
+        if not known:
             continue
-        known = [format for format in each_part if format is not None]
         format = next((each for each in known if layout_refusal(each, dtype) is not None), known[0])
         reason = layout_refusal(format, dtype)
         if spec.experts and reason is None:
             arranged = any(each.permuted or each.scaled for each in known)
             reason = "experts whose inputs are permuted or scaled have no kernel" if arranged else None
-        if len(formats) > 1 and (None in formats or not takes_runs(spec)):
-            listed = " and ".join(sorted(str(each or "dense") for each in formats))
+        if len({*formats}) > 1 and not takes_runs(spec):
+            listed = " and ".join(sorted({str(each or "dense") for each in formats}))
             reason = f"layers that are multiplied as one have one format there, not {listed}"
         if reason is not None:
             layer = f"linear layer {spec.parts[0][0].removesuffix('.weight')} ({format}): {reason}"
             if format.dtype != dtype and layout_refusal(format, format.dtype) is None:
                 layer += f" (edgellm build --dtype {format.dtype})"
             raise EngineError(f"{checkpoint.path}: {_REFUSED.format(layer)}")
-        runs, columns = list[DeviceLayout](), spec.shape[1]
-        for own, of_run in groupby(zip(known, spec.parts, strict=True), key=lambda pair: pair[0]):
-            rows = sum(shape[0] for _, (_, shape) in of_run)
+        runs, columns = list[Any](), spec.shape[1]
+        inputs = [_inputs(checkpoint, name, format) for format, (name, _) in zip(formats, spec.parts, strict=True)]
+        for (own, _), of_run in groupby(zip(formats, inputs, spec.parts, strict=True), key=lambda each: each[:2]):
+            rows = sum(shape[0] for *_, (_, shape) in of_run)
+            if own is None:
+                runs.append(DenseRows(rows, columns, dtype))
+                continue
             # Scales that 16 bits may not hold are planned with 32.
             multiplied = "float32" if own.codes == "fp8" or own.dtype == "float32" else None
             runs.append(DeviceLayout(own, rows, columns, dtype=dtype, multiplied=multiplied))
@@ -113,16 +119,27 @@ def takes_runs(spec: WeightSpec) -> bool:
     return not spec.experts and all(shape[0] % BLOCK_ROWS == 0 for _, shape in spec.parts)
 
 
-def _becomes_dense(checkpoint: Checkpoint, spec: WeightSpec, formats: set[WeightFormat | None], dtype: str) -> bool:
-    """Whether packed parts of a spec are dense on the device: those that may be, where its kernels do not take them or
-    not together; and a single row, the gate of an expert of all tokens, which the choice of experts reads as it is."""
-    if spec.shape[0] == 1:
-        return True
-    layouts = [checkpoint.layout(name, shape) for name, shape in spec.parts]
-    if not all(layout is None or layout.may_be_dense for layout in layouts):
-        return False
-    refused = any(format is not None and layout_refusal(format, dtype) is not None for format in formats)
-    return refused or (len(formats) > 1 and (None in formats or not takes_runs(spec)))
+def part_formats(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> list[WeightFormat | None]:
+    """How each part of a spec is packed on the device, for kernels that compute in `dtype`; None: it is dense there. So
+    are those packed ones that may be, where kernels do not take them, or not beside the others; and a single row, the
+    gate of an expert of all tokens, which the choice of experts reads as it is."""
+    found, may_be_dense = list[WeightFormat | None](), True
+    for name, shape in spec.parts:
+        layout, format = checkpoint.layout(name, shape), checkpoint.weight_format(name, shape)
+        own = layout is None or layout.may_be_dense
+        may_be_dense &= own
+        found.append(None if own and format is not None and layout_refusal(format, dtype) is not None else format)
+    together = len({*found}) == 1 or takes_runs(spec) or not may_be_dense
+    return found if together and spec.shape[0] > 1 else [None] * len(found)
+
+
+def _inputs(checkpoint: Checkpoint, name: str, format: WeightFormat | None) -> list[bytes]:
+    """What a part's tensors say of the order of its inputs and of their scales, which are read where its format has
+    either."""
+    if format is None or not (format.permuted or format.scaled):
+        return []
+    named = (name.removesuffix("weight") + ending for ending in _INPUT_TENSORS)
+    return [checkpoint.raw_bytes(each).tobytes() if each in checkpoint.tensors else b"" for each in named]
 
 
 def _head_layout(config: DecoderConfig, dtype: str) -> dict[str, DeviceLayout]:

@@ -162,7 +162,10 @@ class EncoderCalls:
         self._call("prepare_heads", qkv, rotary, heads)
         context = self._buffer((count * window, step.heads * step.head_size), "compute")
         if step.past:
-            return self._call("past_attention", heads, step.past, step.head_size**-0.5, context)
+            kept = self._values[kinds.KEPT_ROWS]
+            own = replace(kept, shape=kept.shape[1:], first=step.layer * math.prod(kept.shape[1:]))
+            given = own, self._values[kinds.FIRST_ROW], step.past, step.head_size**-0.5
+            return self._call("past_attention", heads, *given, context)
         return self._call("attention", heads, window, mask, step.head_size**-0.5, context)
 
     def _add(self, step: Add, number: int) -> Place:

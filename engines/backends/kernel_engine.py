@@ -33,7 +33,7 @@ from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
-from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, RunsLayout
+from edgellm.kernels.quantization.row_runs import DenseRows, PackedLayout, PackedRuns, RunsLayout
 
 #: In bytes: values begin at multiples of the first, scratch of TensorRT's engines of the second.
 _ALIGNMENT, _PLAN_ALIGNMENT = 256, 512
@@ -226,8 +226,10 @@ def _layer_begins(steps: tuple[Step, ...]) -> Iterator[tuple[int, int]]:
             yield steps.index(step) - 1, step.index
 
 
-def stand_in(layout: PackedLayout, memory: Any) -> Any:
+def stand_in(layout: PackedLayout | DenseRows, memory: Any) -> Any:
     """A packed weight of a layout on memory that nothing reads."""
+    if isinstance(layout, DenseRows):
+        return replace(memory, shape=(layout.rows, layout.columns), dtype=layout.compute)
     if isinstance(layout, RunsLayout):
         return PackedRuns(tuple(stand_in(own, memory) for own in layout.runs))
     columns, format = (layout.columns,), layout.format

@@ -24,7 +24,7 @@ from edgellm.engines.backends.numpy_nonlinear import (
 )
 from edgellm.engines.backends.ranks import Exchange, Rank
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
+from edgellm.engines.model.encoder_steps import EncoderAttention, LocalAttention, Unfold
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.steps import Norm
 from edgellm.kernels.decode.heads_twin import pairs_apart, rms_norm, square_sums
@@ -325,10 +325,12 @@ class NumpyOperations(Operations[np.ndarray]):
     ) -> np.ndarray:
         return local_attention(x[0], relative[0], step.first, step.past, step.cap, scale)[None]
 
-    def past_attention(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, past: int) -> np.ndarray:
-        _, heads, rows, size = query.shape
-        context = past_attention(query[0], key[0], value[0], past, size**-0.5)
-        return context.reshape(1, rows, heads, size).swapaxes(1, 2)
+    def past_attention(
+        self, step: EncoderAttention, heads: np.ndarray, kept: np.ndarray, first: np.ndarray
+    ) -> np.ndarray:
+        _, count, rows, size = heads.shape
+        context = past_attention(heads, kept[0, step.layer], int(first[0]), step.past, size**-0.5)
+        return context.reshape(1, rows, count, size).swapaxes(1, 2)
 
     def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
         """(sequence, adapter, scale) where the scale is not 0; same for all layers."""

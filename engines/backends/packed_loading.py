@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import takes_runs
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weights import computed_ahead
+from edgellm.engines.checkpoints.weights import check_finite, computed_ahead, iterate_weight_parts
 from edgellm.engines.errors import EngineError
 from edgellm.engines.formats.tensors import contiguous
 from edgellm.engines.model.config import WeightSpec
@@ -34,6 +33,7 @@ from edgellm.kernels.quantization.device_layout import (
     InputPermutation,
     PackedMatrix,
     device_layout,
+    layout_refusal,
     tail_bytes,
 )
 from edgellm.kernels.quantization.row_runs import AnyPacked, PackedRuns
@@ -69,24 +69,31 @@ class PackedLoader:
         memory: Mapping[str, DeviceArray],
         progress: Callable[[int], None],
     ) -> dict[str, AnyPacked]:
-        """The matrices of specs that are packed, by name, in `memory` that holds what `packed_layouts` said of each;
-        `progress` gets the bytes of each. Raises CheckpointError as `Checkpoint.stored`, and for parts of one layer
-        that are packed differently and may not be."""
-        found = dict[str, AnyPacked]()
+        """The matrices of specs that are packed, or in part, by name, in `memory` that holds what `packed_layouts` said
+        of each; `progress` gets the bytes of each. Raises CheckpointError as `Checkpoint.stored`, for values of dense
+        rows that are not finite, and for parts of one layer that are packed differently and may not be."""
+        found, dense = dict[str, AnyPacked](), list[WeightSpec]()
         threads = min(usable_cores(), _MOST_THREADS)
 
-        def prepare(spec: WeightSpec) -> list[_Prepared]:
+        def prepare(spec: WeightSpec) -> list[_Prepared | _Dense]:
             return _prepare(checkpoint, spec, self._dtype, self._cuts.get(spec.name), spec.name == self._alike)
 
         for spec, weights in computed_ahead(prepare, specs, threads):
-            runs, begin = list[PackedMatrix](), 0
+            runs, begin = list[Any](), 0
             for weight in weights:
-                data = self._device.part(memory[spec.name], begin, weight.layout.shape, "uint8")
+                if isinstance(weight, _Dense):
+                    data = self._device.part(memory[spec.name], begin, weight.values.shape, self._dtype)
+                    self._device.upload(data, weight.values)
+                    runs.append(data)
+                    dense += weight.specs
+                else:
+                    data = self._device.part(memory[spec.name], begin, weight.layout.shape, "uint8")
+                    runs.append(self._loaded(weight, data))
                 begin += data.nbytes
-                runs.append(self._loaded(weight, data))
             assert begin <= memory[spec.name].nbytes
             found[spec.name] = runs[0] if len(runs) == 1 else PackedRuns(tuple(runs))
             progress(begin)
+        check_finite(checkpoint, dense)
         self._device.synchronize()  # staging is let go of with the loader
         return found
 
@@ -167,33 +174,56 @@ class _Prepared(NamedTuple):
         return self._replace(layout=replace(self.layout, rows=stop - first), codes=codes, tails=tails)
 
 
+@dataclass(frozen=True)
+class _Dense:
+    """Rows [N, K] in the compute dtype, bfloat16 as uint16, of tensors that are dense on the device: `specs`."""
+
+    specs: list[WeightSpec]
+    values: np.ndarray
+
+
+def _dense(checkpoint: Checkpoint, part: tuple[str, tuple[int, ...]], dtype: str, cut: Cut | None) -> _Dense:
+    """A dense part of a weight, or the rows of it that are in a cut."""
+    spec = WeightSpec(*part, (part,))
+    pieces = [values for _, _, values in iterate_weight_parts(checkpoint, [spec], dtype)]
+    rows = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).reshape(spec.shape)
+    return _Dense([spec], rows if cut is None else np.concatenate([rows[begin:end] for begin, end in cut.ranges]))
+
+
 def _prepare(
     checkpoint: Checkpoint, spec: WeightSpec, dtype: str, cut: Cut | None = None, is_alike: bool = False
-) -> list[_Prepared]:
-    """The runs of rows of a weight, or of a cut of it, each of one format; of one tensor in the layout that the whole
-    has, if the parts are to be `alike`: its scales decide that."""
-    runs, found, first = list[list[StoredWeight]](), list[_Prepared](), 0
+) -> list[_Prepared | _Dense]:
+    """The runs of rows of a weight, or of a cut of it, each of one format, or dense; of one tensor in the layout that
+    the whole has, if the parts are to be `alike`: its scales decide that."""
+    runs, found, first = list[list[Any]](), list[_Prepared | _Dense](), 0
     for name, shape in spec.parts:
         own, first = cut and cut.within(first, shape[0]), first + shape[0]
         if own is not None and not own.ranges:  # an expert of another rank
             continue
-        whole = part = checkpoint.stored(name, shape)
-        if part is not None and own is not None:
-            part = columns_of(part, *own.ranges[0]) if own.axis else rows_of(part, own.ranges)
-        if part is not None and runs and may_fuse(runs[-1][0], part):
+        whole = checkpoint.stored(name, shape)
+        part: StoredWeight | _Dense
+        if whole is None or layout_refusal(whole.format, dtype) is not None:
+            part = _dense(checkpoint, (name, shape), dtype, own)
+        elif own is None:
+            part = whole
+        else:
+            part = columns_of(whole, *own.ranges[0]) if own.axis else rows_of(whole, own.ranges)
+        if runs and _belong_together(runs[-1][0], part):
             runs[-1].append(part)
-        elif part is not None:
+        else:
             runs.append([part])
-    formats = [key for key, _ in groupby(part.format for run in runs for part in run)]
-    # What gates and ups need beside each other is planned by formats, before orders are read.
-    unplanned = spec.name.endswith("gate_up_proj.weight") and len(runs) > len(formats)
-    if len(runs) > 1 and (unplanned or not takes_runs(spec)):
+    if len(runs) > 1 and not takes_runs(spec):
         names = ", ".join(name for name, _ in spec.parts)
         raise EngineError(
             f"{checkpoint.path}: the inputs of {names}, which are multiplied as one layer, are permuted or scaled "
             "differently. The NumPy backend runs them (--backend numpy)"
         )
-    for weight in map(fused, runs):
+    for run in runs:
+        if isinstance(run[0], _Dense):
+            values = run[0].values if len(run) == 1 else np.concatenate([part.values for part in run])
+            found.append(_Dense([spec for part in run for spec in part.specs], values))
+            continue
+        weight = fused(run)
         layout = device_layout(weight, dtype)
         if is_alike and whole is not None:
             layout = replace(device_layout(whole, dtype), rows=layout.rows)
@@ -201,6 +231,13 @@ def _prepare(
         tails = None if in_blocks else np.ascontiguousarray(tail_bytes(weight, layout))
         found.append(_Prepared(layout, weight.codes, tails, InputPermutation.of(weight)))
     return found
+
+
+def _belong_together(one: StoredWeight | _Dense, other: StoredWeight | _Dense) -> bool:
+    """Whether the rows of one stand in a run with those of the other behind them."""
+    if isinstance(one, _Dense) or isinstance(other, _Dense):
+        return type(one) is type(other)
+    return may_fuse(one, other)
 
 
 def _pieces(weight: _Prepared) -> Iterator[_Prepared]:

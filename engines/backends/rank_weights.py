@@ -13,7 +13,7 @@ from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.rank_memory import RankMemory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weights import FiniteCheck, computed_ahead, counted, iterate_weight_parts, part_places
+from edgellm.engines.checkpoints.weights import check_finite, counted, iterate_weight_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import model_program
@@ -24,9 +24,9 @@ from edgellm.engines.model.sharding import UNIT, Cut, Range, Share, sharded
 from edgellm.engines.model.states import is_recurrent
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
-from edgellm.kernels.quantization.device_layout import PackedMatrix
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.kernels.quantization.row_runs import PackedLayout, RunsLayout
-from edgellm.kernels.sampling.twin import first_not_finite
 
 
 class RankWeights:
@@ -45,7 +45,7 @@ class RankWeights:
         decode = limits.base_shape("decode", 1, 1, limits.key_ranges[-1])
         program = model_program(config, limits.with_adapters(decode) if limits.has_lora else decode)
         parted = [name for name, cut in sharded(program, 0, count).cuts.items() if cut.axis and name in packed]
-        unit = math.lcm(UNIT, *(run.format.unit for name in parted for run in packed[name].runs))
+        unit = math.lcm(UNIT, *(format.unit for name in parted for format in _formats(packed[name])))
         #: What each rank has of the base's steps: of packed weights whole groups of columns.
         self.shares = [Share(rank, count, unit) for rank in range(count)]
         shards = [sharded(program, *share) for share in self.shares]
@@ -131,9 +131,7 @@ class RankWeights:
                     for begin, piece in pieces:
                         backend.upload(flat[begin : begin + piece.size], piece)
                         advance(piece.nbytes)
-        check = FiniteCheck(checkpoint, dense)
-        due = [name for _, name, _ in part_places(dense) if check.is_due(name)]
-        check.conclude(dict(computed_ahead(lambda name: first_not_finite(checkpoint.raw(name).reshape(-1)), due)))
+        check_finite(checkpoint, dense)
         for rank, backend in enumerate(ranks):
             own = self.layouts[rank]
             with backend.current():
@@ -228,14 +226,14 @@ def _cut_layout(layout: PackedLayout, whole: WeightSpec, cut: Cut | None) -> Pac
     another order than inputs."""
     if cut is None:
         return layout
-    for format in (run.format for run in layout.runs) if cut.axis else ():
+    for format in _formats(layout) if cut.axis else ():
         ends = ", ".join(f"{begin} to {end}" for begin, end in cut.ranges)
         if format.permuted or any(place % format.unit for each in cut.ranges for place in each):
             raise EngineError(
                 f"{whole.name} ({format}) cannot be shared by GPUs: one would have columns {ends}, which must be whole "
                 "groups of columns that are not permuted (act order). Take another number of GPUs, or one"
             )
-    runs, parts, first = [], iter(whole.parts), 0
+    runs, parts, first = list[Any](), iter(whole.parts), 0
     for run in layout.runs:
         rows, end = 0, first + run.rows
         while first < end:
@@ -244,3 +242,8 @@ def _cut_layout(layout: PackedLayout, whole: WeightSpec, cut: Cut | None) -> Pac
             rows, first = rows + (count if cut.axis else own.size), first + count
         runs.append(replace(run, rows=rows, columns=cut.size if cut.axis else run.columns))
     return runs[0] if len(runs) == 1 else RunsLayout(tuple(runs))
+
+
+def _formats(layout: PackedLayout) -> list[WeightFormat]:
+    """Those of a weight's packed rows."""
+    return [run.format for run in layout.runs if isinstance(run, DeviceLayout)]

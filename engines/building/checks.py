@@ -198,7 +198,7 @@ def check_limits(
                 f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
                 f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
             )
-    made_for = "the positions that the model was made for; --beyond-trained-context lifts this bound"
+    made_for = "the positions that the model was made for; edgellm build --beyond-trained-context lifts this bound"
     expected = _whole(f"{chunk} (the prefill chunk)", f"{min(trained, LARGEST_CONTEXT)} ({made_for})")
     fits = chunk <= capacity <= LARGEST_CONTEXT and (capacity <= trained or beyond_trained_context)
     _require(fits, "kv_capacity", capacity, expected)
@@ -212,7 +212,7 @@ def check_limits(
         value = getattr(limits, name)
         _require(not has_draft or smallest <= value <= largest, name, value, _whole(smallest, largest))
         if not has_draft and value != 0:
-            raise BuildError(f"--{name.replace('_', '-')} is {value}, but there is no draft: name one with --draft")
+            raise BuildError(f"--{name.replace('_', '-')} is {value}, but there is no draft: name one")
     if limits.draft_block and limits.draft_steps >= limits.draft_block:
         raise BuildError(
             f"--draft-steps is {limits.draft_steps}: expected at most {limits.draft_block - 1}, since the draft fills "

@@ -40,7 +40,7 @@ def choose_draft(
     Raises CheckpointError where such a head is asked for and is not there, BuildError for one of an embedding model.
     """
     if config.is_embedding and draft is not None:
-        raise BuildError(f"{source} is an embedding model, which gives no answers to draft: leave --draft out")
+        raise BuildError(f"{source} is an embedding model, which gives no answers to draft: leave the draft out")
     if draft is not None and draft != MTP:
         return Path(draft)
     if draft is None and limits is not None and not limits.has_draft:
@@ -50,7 +50,7 @@ def choose_draft(
             return MTP
         if draft is None:
             return None
-        raise CheckpointError(f"{missing_mtp(checkpoint, config)}. Leave --draft {MTP} out, or name an EAGLE head")
+        raise CheckpointError(f"{missing_mtp(checkpoint, config)}. Leave the draft out, or name an EAGLE head")
 
 
 def lost_mtp(source: Path, config: DecoderConfig) -> str | None:

@@ -170,6 +170,14 @@ def load_numpy_weights(
     return weights
 
 
+def check_finite(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> None:
+    """Look at the tensors of specs that are due by `FiniteCheck`, on the host. Raises CheckpointError for one that has
+    an infinity or NaN."""
+    check = FiniteCheck(checkpoint, specs)
+    due = [name for _, name, _ in part_places(specs) if check.is_due(name)]
+    check.conclude(dict(computed_ahead(lambda name: first_not_finite(checkpoint.raw(name).reshape(-1)), due)))
+
+
 def counted(total: int, progress: Callable[[int, int], None] | None) -> Callable[[int], None]:
     """What takes each further count, and tells `progress` how much is done, `total` at most, and of how much."""
     done = 0

@@ -28,8 +28,8 @@ from edgellm.engines.families.realtime_audio import read_realtime, realtime_inpu
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
 from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig, WeightSpec
-from edgellm.engines.model.encoder_steps import EncoderAttention, Gather, Unfold
-from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape, audio_shape
+from edgellm.engines.model.encoder_steps import KEPT_ROWS, EncoderAttention, Gather, Unfold
+from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineLimits, EngineShape, audio_shape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Reshape, Step
@@ -55,7 +55,7 @@ _LARGEST_CHUNK = 4096
 #: What begins the tensors of the encoder of images beside Gemma 4's.
 _IMAGES = tuple(f"{outer}{name}." for outer in ("model.", "") for name in ("vision_tower", "embed_vision"))
 _EARS = tuple(f"{outer}{name}." for outer in ("model.", "") for name in ("audio_tower", "embed_audio"))
-#: Rows are kept in so many bytes at most: those of a quarter of an hour and more.
+#: Rows are kept in so many bytes: those of a quarter of an hour and more.
 AUDIO_CACHE_BYTES = 64 << 20
 
 
@@ -172,14 +172,14 @@ def audio_weights(config: AudioConfig) -> list[WeightSpec]:
     return list(audio_program(config, audio_shape(config.window_rows)).weights.values())
 
 
-def audio_inputs(config: AudioConfig, shape: EngineShape, frames: int) -> dict[str, np.ndarray]:
-    """What the program of a shape takes beside features, the first `frames` of which were heard: of Qwen3-ASR the
-    positions of chunks' rows; of all but Voxtral's, which rows are those of sound; of Qwen2-Audio's, which ones make
-    two."""
+def audio_inputs(config: AudioConfig, shape: EngineShape, frames: int, first: int = 0) -> dict[str, np.ndarray]:
+    """What the program of a shape takes beside features, the first `frames` of which were heard, and what is kept: of
+    Qwen3-ASR the positions of chunks' rows; of all but Voxtral's, which rows are those of sound; of Qwen2-Audio's,
+    which ones make two; of Voxtral Realtime's, which of the sound's rows is its `first`."""
     if isinstance(config, ConformerConfig):
         return conformer_inputs(config, shape, frames)
     if isinstance(config, RealtimeConfig):
-        return realtime_inputs(config, shape)
+        return realtime_inputs(config, shape, first)
     heard = {"attention_mask": (np.arange(shape.tokens) < config.encoded_rows(frames))[None, None, None]}
     if config.family == "voxtral":
         return {}
@@ -197,21 +197,24 @@ def _positions(rows: int, chunks: int, half: int) -> np.ndarray:
     return np.tile(np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32), (chunks, 1))[None]
 
 
-def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:
+def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool, limits: EngineLimits) -> dict[str, int]:
     """Memory in bytes, by name: weights, inputs and output of the longest run, what is kept of parts of sounds, rows
-    that are kept. A backend that `computes_at_once` has no scratch for what is between steps, of which what
-    convolutions read is widest."""
+    that are kept; of encoders that keep keys and values these, for each sequence, and rows of all contexts. A backend
+    that `computes_at_once` has no scratch for what is between steps, of which what convolutions read is widest."""
     program = audio_program(config, audio_shape(config.run_rows))
     edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
     everything = sum(math.prod(shape) * item for shape, item in edge)
+    kept = math.prod(program.inputs[KEPT_ROWS][0]) * ITEM_SIZES[dtype] if config.kept_rows else 0
+    rows = limits.max_batch * limits.kv_capacity * config.out_hidden_size * ITEM_SIZES[dtype] if kept else 0
     weights = sum(math.prod(spec.shape) for spec in program.weights.values()) * ITEM_SIZES[dtype]
     parts = config.kept_parts * config.part_frames * config.mel_bins * ITEM_SIZES["float32"]
     unfolded = [step.places * step.channels * math.prod(step.kernel) for step in program.steps if type(step) is Unfold]
     widest = max(unfolded) * ITEM_SIZES["float32"] if computes_at_once else 0
     return {
         "audio weights": weights,
-        "audio buffers": everything - weights + widest + parts,
-        "audio embeddings": AUDIO_CACHE_BYTES,
+        "audio buffers": everything - weights - kept + widest + parts,
+        "audio embeddings": max(AUDIO_CACHE_BYTES, rows),
+        **({"audio keys and values": limits.max_batch * kept} if kept else {}),
     }
 
 

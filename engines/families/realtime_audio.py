@@ -1,13 +1,12 @@
 """Voxtral Realtime's encoder of speech: its configuration, its program, and what its checkpoint's tensors become.
 
 Two convolutions over time make a row of two frames (Whisper's: Radford et al. 2023). Neither they nor the layers see
-what comes later: as a decoder's, layers have rotary positions, and attend to as many rows before as a window has. Four
-rows side by side are projected to one, which is added to the embedding of the token that stands for their 80 ms.
+what comes later: as a decoder's, layers have rotary positions, and attend to as many rows before as a window has, whose
+keys and values are kept from run to run. Four rows side by side are projected to one, which is added to the embedding
+of the token that stands for their 80 ms.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from edgellm.engines.families.vision_fields import text_hidden_size
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
 from edgellm.engines.model.audio import RealtimeConfig
 from edgellm.engines.model.config import LARGEST_DEPTH
-from edgellm.engines.model.encoder_steps import EncoderAttention, Gather, Unfold
+from edgellm.engines.model.encoder_steps import FIRST_ROW, KEPT_ROWS, EncoderAttention, Gather, Unfold
 from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
@@ -29,8 +28,8 @@ _DEFAULTS = {
     **{"num_mel_bins": 128, "rms_norm_eps": 1e-5, "sliding_window": 750, "head_dim": 64},
     "max_position_embeddings": 1500,
 }
-#: Frames of a row, and rows of a token; tokens of the longest sound, that of a minute with the silence around it.
-_FRAMES, _ROWS, _LONGEST = 2, 4, 800
+#: Frames of a row, rows of a token, and tokens of what is final together.
+_FRAMES, _ROWS, _TOKENS = 2, 4, 4
 #: Tokens of silence before a sound, and behind it beside those that it is heard later by (mistral-common's requests).
 _BEFORE, _BEHIND = 32, 11
 _LARGEST_SIZE, _LARGEST_DELAY = 4096, 64
@@ -65,7 +64,7 @@ def read_realtime(top: ConfigFields, prefixes: tuple[str, str]) -> RealtimeConfi
         channels=hidden,
         halvings=1,
         chunk_frames=_FRAMES * _ROWS,
-        window_chunks=_LONGEST,
+        window_chunks=_TOKENS,
         merged=_ROWS,
         out_hidden_size=text_hidden_size(top),
         tensor_prefix=prefixes[0],
@@ -79,29 +78,26 @@ def read_realtime(top: ConfigFields, prefixes: tuple[str, str]) -> RealtimeConfi
     )
 
 
-def realtime_inputs(config: RealtimeConfig, shape: EngineShape) -> dict[str, np.ndarray]:
-    """What the program takes beside features: the rows of positions, and which rows of the convolutions are taken."""
-    return {_POSITIONS: _rotary_rows(shape.tokens, config.head_size, config.rope_theta), "rows": _counted(shape.tokens)}
-
-
-@lru_cache(maxsize=2)
-def _rotary_rows(rows: int, size: int, theta: float) -> np.ndarray:
-    """[1, rows, size] float32: cosines, then sines."""
-    angles = np.arange(rows)[:, None] * theta ** (-np.arange(0, size, 2) / size)
-    return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)[None]
-
-
-@lru_cache(maxsize=2)
-def _counted(rows: int) -> np.ndarray:
-    return np.arange(rows, dtype=np.int32)[None]
+def realtime_inputs(config: RealtimeConfig, shape: EngineShape, first: int) -> dict[str, np.ndarray]:
+    """What the program takes beside features and what is kept: the number of its `first` row, the rows of positions,
+    and which rows of the convolutions are taken: not those of the window before, where there is one."""
+    rows, size = np.arange(shape.tokens - config.window_rows, dtype=np.int32), config.head_size
+    angles = (first + rows[:, None]) * config.rope_theta ** (-np.arange(0, size, 2) / size)
+    return {
+        FIRST_ROW: np.array([first], np.int32),
+        _POSITIONS: np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)[None],
+        "rows": rows[None] + np.int32(config.window_rows if first else 0),
+    }
 
 
 def realtime_program(config: RealtimeConfig, shape: EngineShape) -> Program:
-    """The program of rows in their order: "features" to "audio_embeddings" [1, tokens, language model's H]."""
+    """The program of rows in their order, of which those of a window stand before them: "features" to
+    "audio_embeddings" [1, tokens, language model's H]."""
     tower = TowerWeights("audio_tower.", config.tensor_prefix, config.epsilon)
     projector = TowerWeights("projector.", config.projector_prefix)
-    hidden, rows, bands, out = config.hidden_size, shape.tokens, config.mel_bins, config.out_hidden_size
-    inner, frames, width = config.intermediate_size, _FRAMES * rows, config.num_heads * config.head_size
+    hidden, bands, out = config.hidden_size, config.mel_bins, config.out_hidden_size
+    rows, frames = shape.tokens - config.window_rows, _FRAMES * shape.tokens
+    inner, width = config.intermediate_size, config.num_heads * config.head_size
     first, second = (
         tower.convolution(f"embedder.conv{number}", hidden, (depth, 3), True)
         for number, depth in ((1, bands), (2, hidden))
@@ -122,7 +118,7 @@ def realtime_program(config: RealtimeConfig, shape: EngineShape) -> Program:
         gates = tower.linear(f"{layer}mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}, hidden, False)
         down = tower.linear(f"{layer}mlp.down_proj", hidden, inner)
         heads = config.num_heads, config.head_size, (1, rows)
-        attention = EncoderAttention("context", "qkv", *heads, rotary=_POSITIONS, past=config.past)
+        attention = EncoderAttention("context", "qkv", *heads, rotary=_POSITIONS, past=config.past, layer=index)
         steps += attention_steps("hidden", norms[0], qkv, attention, output)
         steps += mlp_steps("hidden", norms[1], gates, down, "silu", gated=True)
     wide = config.merged * hidden
@@ -132,8 +128,11 @@ def realtime_program(config: RealtimeConfig, shape: EngineShape) -> Program:
         Reshape("merged", "hidden", (1, rows // config.merged, wide)),
         *projection_steps("audio_embeddings", ["merged"], linears, "gelu"),
     ]
+    kept = config.num_layers, 2, config.num_heads, config.kept_rows, config.head_size
     inputs: Edge = {
         "features": ((1, frames, bands), "float32"),
+        KEPT_ROWS: ((1, *kept), "compute"),
+        FIRST_ROW: ((1,), "int32"),
         _POSITIONS: ((1, rows, config.head_size), "float32"),
         "rows": ((1, rows), "int32"),
     }

@@ -72,7 +72,7 @@ def check_draft(metadata: Metadata, expected: bool) -> None:
 
 def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
     name = metadata.architecture
-    options = {**dict.fromkeys(_DRAFTS, "--draft"), ENCODERS: "--mmproj"}
+    options = {**dict.fromkeys(_DRAFTS, "--draft (edgellm build) or --draft-checkpoint"), ENCODERS: "--mmproj"}
     advice = nearest(name, metadata.tensors)
     if name in options:
         advice = f". Such a file goes with a model: name it with {options[name]}"

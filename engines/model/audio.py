@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 #: Frames of a part at most; how many parts' logarithms are kept at least: a minute or two.
@@ -45,6 +44,11 @@ class AudioConfig:
         return 0
 
     @property
+    def kept_rows(self) -> int:
+        """Of how many rows layers keep keys and values from run to run; 0: windows before are encoded again."""
+        return 0
+
+    @property
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids before and behind a sound's tokens."""
         return (), ()
@@ -54,11 +58,6 @@ class AudioConfig:
         """Tokens of a prompt before any is written, where each token of a text has its part of a sound (Voxtral
         Realtime); None where a sound has tokens of its own."""
         return None
-
-    @property
-    def most_seconds(self) -> float:
-        """How long a sound may be, beside what the context holds."""
-        return math.inf
 
     def settled(self, seconds: float) -> int:
         """How many tokens of such a text, its first included, stay when a sound of so many `seconds` goes on."""
@@ -140,9 +139,10 @@ class ConformerConfig(AudioConfig):
 
 @dataclass(frozen=True)
 class RealtimeConfig(AudioConfig):
-    """Voxtral Realtime's encoder, a row of which sees itself and the `past` - 1 before it in a layer: one window is the
-    longest sound. Heads have `head_size` elements, norms `epsilon`. Tokens are written `delay` tokens behind what they
-    stand for, and a sound has `silence` of so many tokens before it and, beside the delay, behind it."""
+    """Voxtral Realtime's encoder, a row of which sees itself and the `past` - 1 before it in a layer: more than a run
+    has, so that keys and values are kept. Heads have `head_size` elements, norms `epsilon`. Tokens are written `delay`
+    tokens behind what they stand for, and a sound has `silence` of so many tokens before it and, beside the delay,
+    behind it."""
 
     head_size: int
     past: int
@@ -151,14 +151,21 @@ class RealtimeConfig(AudioConfig):
     delay: int
     silence: tuple[int, int]
 
+    run_windows = 8  # what half a second changes, with the silence behind it
+
+    @property
+    def lead_windows(self) -> int:
+        """That of the frames which the first row's convolutions read."""
+        return 1
+
+    @property
+    def kept_rows(self) -> int:
+        """Those that a row sees, with what two runs may write over: the last windows of both are not final."""
+        return self.past - 1 + 2 * self.run_windows * self.window_rows
+
     @property
     def prompt_tokens(self) -> int:
         return self.silence[0] + self.delay
-
-    @property
-    def most_seconds(self) -> float:
-        tokens = self.window_chunks - sum(self.silence) - self.delay
-        return tokens * self.chunk_frames / _FRAMES_A_SECOND
 
     def settled(self, seconds: float) -> int:
         return 1 + self.silence[0] + max(0, int((seconds - _AROUND) * _FRAMES_A_SECOND) // self.chunk_frames)

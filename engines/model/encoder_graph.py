@@ -42,13 +42,14 @@ def _attention(graph: Running[Tensor], step: encoder_steps.EncoderAttention) -> 
         cos_sin = operations.to_compute(rotary)
         rotated = operations.rotary_embedding(rotated, operations.reshape(cos_sin, (count, rows, size)))
     query, key = operations.split(rotated, (heads, heads), axis=1)
-    blocks = (rows,) if step.past else _query_blocks(count * heads, rows)
-    parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
     if step.past:
-        contexts = [operations.past_attention(query, key, values, step.past)]
+        own, kept = operations.concatenate((query, key, values), axis=0), given[encoder_steps.KEPT_ROWS]
+        context = operations.past_attention(step, own, kept, given[encoder_steps.FIRST_ROW])
     else:
+        blocks = _query_blocks(count * heads, rows)
+        parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
         contexts = [operations.attention(part, (key, values), mask, Scoring(size**-0.5)) for part in parts]
-    context = operations.concatenate(contexts, axis=2) if len(blocks) > 1 else contexts[0]
+        context = operations.concatenate(contexts, axis=2) if len(blocks) > 1 else contexts[0]
     return operations.reshape(operations.merge_heads(context), (1, count * rows, heads * size))
 
 

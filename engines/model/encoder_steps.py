@@ -10,6 +10,10 @@ from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.steps import READS, Norm, Step
 from edgellm.kernels.encoder.contract import places
 
+#: Inputs of an encoder that goes on where its last run ended: keys and values of all layers [1, layers, 2, n, C, D]
+#: compute, those of a sound's row p at p % C, which a run changes where they are; and the number of its first row [1].
+KEPT_ROWS, FIRST_ROW = "kept_rows", "first_row"
+
 
 @dataclass(frozen=True)
 class EncoderAttention(Step):
@@ -17,7 +21,8 @@ class EncoderAttention(Step):
 
     `value` [.., 3 n D] holds query, key and value heads. `mask` and `rotary` name inputs of the engine, where it has
     them; `qk_norms` are those of all queries and of all keys together, if they are normed. With a `past` each row of
-    the one window sees itself and the `past` - 1 rows before it alone.
+    the one window sees itself and the `past` - 1 rows before it alone, of which those before the window are known by
+    the keys and values of this `layer` among the engine's inputs (`KEPT_ROWS`, `FIRST_ROW`).
     """
 
     value: str = field(metadata=READS)
@@ -28,6 +33,7 @@ class EncoderAttention(Step):
     rotary: str | None = field(default=None, metadata=READS)
     qk_norms: tuple[Norm, Norm] | None = field(default=None, metadata=ADDED_LATER)
     past: int = field(default=0, metadata=ADDED_LATER, repr=False)
+    layer: int = field(default=0, metadata=ADDED_LATER, repr=False)
 
 
 @dataclass(frozen=True)

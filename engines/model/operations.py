@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
+from edgellm.engines.model.encoder_steps import EncoderAttention, LocalAttention, Unfold
 from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
 from edgellm.engines.model.steps import Experts, Norm
 
@@ -227,8 +227,9 @@ class Operations(Protocol[Tensor]):
     def local_attention(self, step: LocalAttention, x: Tensor, relative: Tensor, scale: Tensor) -> Tensor:
         """What rows [1, T, 3 n D] get of those before them: [1, T, n D] (see `LocalAttention`)."""
 
-    def past_attention(self, query: Tensor, key: Tensor, value: Tensor, past: int) -> Tensor:
-        """What rows [1, n, T, D] get of themselves and the `past` - 1 before them: [1, n, T, D]."""
+    def past_attention(self, step: EncoderAttention, heads: Tensor, kept: Tensor, first: Tensor) -> Tensor:
+        """What rows of query, key and value `heads` [3, n, T, D] get of themselves and those before them: [1, n, T, D]
+        (see `EncoderAttention`, whose inputs `kept` and `first` are)."""
 
     def concatenate(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
         """Join tensors along `axis`."""

@@ -166,7 +166,6 @@ class Gguf(Quantization):
     """What is packed in GGUF files, which say of each tensor how: `layout` finds nothing beside that."""
 
     method = "gguf"
-    notes = ("On a GPU layers that are multiplied as one are dense where one of them is not packed.",)
 
     def __init__(self, settings: Settings, dtype: str) -> None:
         """Nothing is read of the settings."""

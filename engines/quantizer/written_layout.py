@@ -95,9 +95,12 @@ def quantization_config(format: WeightFormat, ignored: list[str]) -> dict[str, A
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, StoredTensor | StreamedTensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, StoredTensor | StreamedTensor],
+    metadata: Mapping[str, str] | None = None,
+    is_kept: bool = True,
 ) -> None:
-    """Write a safetensors file, piece by piece, with `metadata` in its header, and put it on the disk.
+    """Write a safetensors file, piece by piece, with `metadata` in its header; put it on the disk if it `is_kept`.
 
     Raises OSError, and CheckpointError for more names than a file may have. Tensors of wider elements come first, of
     equal ones in the order of their names.
@@ -115,7 +118,8 @@ def write_tensors(
             for piece in tensor.pieces():
                 file.write(piece)
         file.flush()
-        os.fsync(file.fileno())
+        if is_kept:
+            os.fsync(file.fileno())
 
 
 def shard_names(count: int) -> list[str]:

@@ -83,14 +83,15 @@ class PromptMedia:
 
     `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE. Each of the
     first `prefix` tokens sees all of these (PaliGemma); `prefix_digest` is that of their ids and what they show. The
-    rows of a sound that is `added` (Voxtral Realtime) are added to the embeddings of prompt and answer, from the first.
+    rows of a sound that is `added` (Voxtral Realtime) are added to the embeddings of prompt and answer, from the first,
+    in windows of as many rows, but for the last.
     """
 
     spans: tuple[MediaSpan, ...]
     positions: np.ndarray | None
     prefix: int = 0
     prefix_digest: str = ""
-    added: MediaEmbeddings | None = None
+    added: tuple[MediaEmbeddings, ...] = ()
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -166,8 +167,10 @@ class PromptMedia:
     def identities(self, token_ids: Sequence[int]) -> list[TokenIdentity]:
         """The tokens of a text that begins with the prompt, as KV rows see them: a span's tokens are told by its
         content, for all spans of a kind have the same token id."""
-        if self.added is not None:
-            return [(f"{self.added.digest} {token}", 0) for token in token_ids]
+        if self.added:  # a window's digest tells those before it, too
+            size, last = self.added[0].rows.shape[0], len(self.added) - 1
+            windows = (self.added[min(place // size, last)] for place in range(len(token_ids)))
+            return [(f"{each.digest} {token}", 0) for each, token in zip(windows, token_ids, strict=True)]
         identities: list[TokenIdentity] = list(token_ids)
         if self.prefix:  # what the rows hold depends on all of it
             return [*((self.prefix_digest, index) for index in range(self.prefix)), *identities[self.prefix :]]
@@ -191,8 +194,7 @@ def place_media(
     a span's tokens that do not follow one another; and for embeddings that another model's encoder made.
     """
     if config.adds_sound:
-        (sound,) = next(iter(media.values()))
-        return PromptMedia((), None, added=sound)
+        return PromptMedia((), None, added=tuple(next(iter(media.values()))))
     ids = np.asarray(prompt_ids)
     found = [span for kind, embeddings in media.items() for span in _spans_of(ids, kind, embeddings, config)]
     spans = sorted(found, key=lambda span: span.start)

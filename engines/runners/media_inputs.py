@@ -101,8 +101,8 @@ class MediaInputs:
         self._deepstack = [backend.zeros((size,), "compute") for _ in range(config.deepstack_layers)]
         self._zeros = backend.zeros((size,), "compute") if self._deepstack else None
         self._holds_features = False
-        #: What each slot hears: the rows [N, H] that belong to its first N tokens.
-        self._heard: list[Array | None] = [None] * limits.max_batch
+        #: What each slot hears: the rows [N, H] that belong to its first N tokens, in equal parts but for the last.
+        self._heard: list[list[Array]] = [[]] * limits.max_batch
         if config.adds_sound:
             size = most_tokens(limits) * config.hidden_size
             self._sound, self._silence = (backend.zeros((size,), "compute") for _ in range(2))
@@ -174,23 +174,25 @@ class MediaInputs:
 
     def hear(self, slot: int, media: PromptMedia | None) -> None:
         """Let a slot hear what is added to the embeddings of its text, or nothing."""
-        self._heard[slot] = None if media is None or media.added is None else media.added.rows
+        self._heard[slot] = [] if media is None else [each.rows for each in media.added]
 
     def move(self, source: int, target: int) -> None:
         """Let a slot hear what another one heard."""
-        self._heard[target], self._heard[source] = self._heard[source], None
+        self._heard[target], self._heard[source] = self._heard[source], []
 
     def bring_sound(self, place: int, slot: int, first: int, stop: int) -> None:
         """Put the rows of what a slot hears at its tokens first..stop - 1 to those of a step's inputs from `place` on;
         zeros where there are no such."""
-        width, rows = self._config.hidden_size, self._heard[slot]
-        count = 0 if rows is None else max(0, min(stop, rows.shape[0]) - first)
+        width, parts = self._config.hidden_size, self._heard[slot]
+        size = parts[0].shape[0] if parts else 1
         target = self._sound[place * width : (place + stop - first) * width]
-        if rows is not None and count:
-            self._backend.copy(target[: count * width], rows[first : first + count].reshape(-1))
-        if stop - first > count:
-            behind = target[count * width :]
-            self._backend.copy(behind, self._silence[: (stop - first - count) * width])
+        for number in range(first // size, min(-(-stop // size), len(parts))):
+            begun = number * size
+            rows = parts[number][max(0, first - begun) : stop - begun].reshape(-1)
+            self._backend.copy(target[: rows.size], rows)
+            target = target[rows.size :]
+        if target.size:
+            self._backend.copy(target, self._silence[: target.size])
 
     def _write_positions(self, positions: np.ndarray, rope_rotary_cos_sin: Array) -> None:
         """Set the first n of `rope_rotary_cos_sin` [1, T, R] to those of tokens at the M-RoPE `positions` [3, n]."""

@@ -109,11 +109,14 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
             module.load(kernel.source)
 
     def takes(self, linear: LinearWeights, rows: int, normed: bool) -> bool:
-        """Whether these kernels compute a layer for so many rows, with norms inside where `normed`: packed ones for
-        few, without adapters."""
-        if not linear.is_packed or linear.adapters is not None:
-            return not linear.is_packed
-        return packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed) is not None
+        """Whether these kernels compute a layer whose weight is packed, or some rows of which are, for so many rows,
+        with norms inside where `normed`: for few, without adapters."""
+        if linear.adapters is not None or rows > MAX_PACKED_ROWS:
+            return False
+        if linear.is_packed:
+            return packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed) is not None
+        limit = self.module.shared_limit
+        return geometries.norm_linear_shared_bytes(rows, [linear.weight.shape[1]], limit) <= limit
 
     def norm_linear(self, inputs, linear, output, scale=1.0, kept=None, next_early=True):
         """See `NumpyDecodeKernels.norm_linear`.

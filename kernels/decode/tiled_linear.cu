@@ -152,18 +152,19 @@ __device__ __forceinline__ void write(
 }
 
 // The same of a tile that the blocks of a cluster share: each leaves its sums in shared memory, and writes a part of
-// the outputs, for which it reads the sums of all; the last block also leaves what adapters add. All threads call it.
+// the outputs, for which it reads the sums of all; the last block also leaves what adapters add, which know the layer's
+// rows behind `first_row` others. All threads call it.
 template <typename T, typename G, typename Adapters, typename Output>
 __device__ __forceinline__ void join(
     const Sums<G>& total, const Lane<G>& lane, float* area, const T* bias, const Output& output, Adapters& adapters,
-    int tile, int batch, int rows) {
+    int tile, int batch, int rows, int first_row) {
     const bool has_outputs = tile >= 0 && tile * G::UNIT < rows;
     __syncthreads();  // the ring, whose memory takes the sums, has been read by all
     leave<G>(area, total, lane);
     if constexpr (G::ADAPTED)
         if (has_outputs && blockIdx.y == GROUPS - 1) {
             Sums<G> added = {};
-            adapters.add(added, tile * G::UNIT);
+            adapters.add(added, first_row + tile * G::UNIT);
             leave<G>(area + G::AREA, added, lane);
         }
     cluster_barrier();
@@ -229,7 +230,7 @@ __device__ __forceinline__ void multiply(
     const int first_column = blockIdx.y * SLICES_OF_A_GROUP * linear.steps * 32;
     const int own_columns = shares ? min(columns - first_column, SLICES_OF_A_GROUP * linear.steps * 32) : columns;
     char* behind_ring = shared + G::ring_bytes(arguments.stages);
-    typename AdaptersOf<T, G, G::ADAPTED>::type adapters(linear.adapters, batch, rows, behind_ring);
+    typename AdaptersOf<T, G, G::ADAPTED>::type adapters(linear.adapters, batch, linear.width, behind_ring);
     const int chunks_of_tile = max(own_columns + STAGE_COLUMNS - 1, 0) / STAGE_COLUMNS;
     Work work{(rows + G::UNIT - 1) / G::UNIT, first_column, chunks_of_tile, shares};
     int low_rows = 0;
@@ -252,7 +253,7 @@ __device__ __forceinline__ void multiply(
     Sums<G> total = {};
     for (int tile = work.first(); tile < work.tiles; tile = work.after(tile)) {
         if constexpr (G::ADAPTED)
-            if (tile >= 0 && blockIdx.y == gridDim.y - 1) adapters.begin(tile * G::UNIT);
+            if (tile >= 0 && blockIdx.y == gridDim.y - 1) adapters.begin(linear.first + tile * G::UNIT);
         multiply_tile<T, G>(total, chunks, lane, work.chunks, linear.steps);
         if (shares) break;  // a tile alone
         if constexpr (G::ADAPTED) {
@@ -260,7 +261,7 @@ __device__ __forceinline__ void multiply(
                 leave_products<T, G>(adapters, total, lane, ~tile * G::WEIGHT_ROWS);
             } else {
                 Sums<G> added = {};
-                adapters.add(added, tile * G::UNIT);
+                adapters.add(added, linear.first + tile * G::UNIT);
                 add_to<G>(total, added);
             }
         }
@@ -268,7 +269,7 @@ __device__ __forceinline__ void multiply(
         for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] = 0.f; });
     }
     float* area = reinterpret_cast<float*>(shared);
-    if (shares) join<T, G>(total, lane, area, bias, output, adapters, work.first(), batch, rows);
+    if (shares) join<T, G>(total, lane, area, bias, output, adapters, work.first(), batch, rows, linear.first);
 }
 
 #define TILED_KERNEL(NAME)                                                                                             \

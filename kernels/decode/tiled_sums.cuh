@@ -45,7 +45,8 @@ __device__ __forceinline__ void leave_products(
     });
 }
 
-// What adapters add to the tiles of a block. `rows`: the outputs of the layer.
+// What adapters add to the tiles of a block. `rows`: the outputs of the whole layer, of which a tile has some from
+// `linear.first` on.
 template <typename T, typename G> struct TileAdapters : AdaptedRows<T> {
     const Lane<G> lane;
     const int rows;

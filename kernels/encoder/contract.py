@@ -171,8 +171,9 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
 
 def _check_attention(sizes: dict[str, Any]) -> str | None:
     window, rows, width = sizes.get("window", sizes["R"]), sizes["R"], sizes["G"] * sizes["D"]
-    if sizes.get("past", 1) < 1:
-        return f"rows that see {sizes['past']} rows; expected one at least"
+    past = sizes.get("past", 1)
+    if past < 1 or sizes.get("C", rows) < rows + past - 1:
+        return f"{rows} rows that see {past} rows, {sizes['C']} of which are kept; expected one at least, and room"
     if sizes["E"] != width:
         return f"context has {sizes['E']} columns; expected {width}"
     if window < 1 or rows % window or rows // window > MAXIMUM_ROWS:
@@ -352,9 +353,19 @@ class EncoderKernels(Protocol):
 
     @limited(_check_attention)
     def past_attention(
-        self, heads: Heads, past: int, scale: float, context: Annotated[OwnArray, "RE compute"]
+        self,
+        heads: Heads,
+        kept: Annotated[OwnArray, "2GCD compute"],
+        first: Annotated[OwnArray, "1 int32"],
+        past: int,
+        scale: float,
+        context: Annotated[OwnArray, "RE compute"],
     ) -> Launchable:
-        """Each query's softmax of scale * scores over its own row and the `past` - 1 rows before it, times values."""
+        """Each query's softmax of scale * scores over its own row and the `past` - 1 rows before it, times values.
+
+        Row 0 is a sound's row `first`. Keys and values of the sound's row p are `kept` at p % C: those of rows before
+        these are read there, and these rows' written, over no row that one of them sees.
+        """
 
     @limited(_check_attention)
     def attention(

@@ -170,9 +170,9 @@ class CudaEncoder(Launcher):
         kernel, shared = attention_kernel(heads.dtype, size, tiles), attention_bytes(size, window)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
 
-    def past_attention(self, heads: DeviceArray, past: int, scale: float, context: DeviceArray) -> Launch:
-        sizes, packed = self._packed("past_attention", heads, past, scale, context)
-        _check_aligned("past_attention", 8, heads)
+    def past_attention(self, heads, kept, first, past, scale, context):
+        sizes, packed = self._packed("past_attention", heads, kept, first, past, scale, context)
+        _check_aligned("past_attention", 8, heads, kept)
         blocks = -(-sizes["R"] // _ROW_WARPS) * sizes["G"]
         return self._in_blocks("past.cu", "past_attention", (heads.dtype,), blocks, packed)
 

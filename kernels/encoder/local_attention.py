@@ -33,16 +33,20 @@ def local_attention(
     return summed.reshape(rows, width)
 
 
-def past_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, past: int, scale: float) -> np.ndarray:
-    """What `EncoderKernels.past_attention` puts into its context [R, n D], of heads [n, R, D] each."""
-    heads, rows, size = query.shape
-    context = np.empty((rows, heads, size), np.float32)
-    for first in range(0, rows, _QUERIES):
-        last, begin = min(first + _QUERIES, rows), max(0, first - past + 1)
-        scores = query[:, first:last] @ key[:, begin:last].swapaxes(1, 2) * np.float32(scale)
-        distances = np.arange(first, last)[:, None] - np.arange(begin, last)
+def past_attention(heads: np.ndarray, kept: np.ndarray, first: int, past: int, scale: float) -> np.ndarray:
+    """What `EncoderKernels.past_attention` puts into its context [R, n D]; `kept` is written, too."""
+    _, count, rows, size = heads.shape
+    seen, places = np.arange(first - min(first, past - 1), first), kept.shape[2]
+    keys, values = np.concatenate((kept[:, :, seen % places], heads[1:]), axis=2)
+    kept[:, :, np.arange(first, first + rows) % places] = heads[1:]
+    context = np.empty((rows, count, size), np.float32)
+    for begin in range(0, rows, _QUERIES):
+        end, least = min(begin + _QUERIES, rows), max(0, begin + len(seen) - past + 1)
+        own = slice(least, end + len(seen))
+        scores = heads[0, :, begin:end] @ keys[:, own].swapaxes(1, 2) * np.float32(scale)
+        distances = np.arange(begin, end)[:, None] + len(seen) - np.arange(own.start, own.stop)
         scores[:, (distances < 0) | (distances >= past)] = -np.inf
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
-        context[first:last] = (weights @ value[:, begin:last]).swapaxes(0, 1)
-    return context.reshape(rows, heads * size)
+        context[begin:end] = (weights @ values[:, own]).swapaxes(0, 1)
+    return context.reshape(rows, count * size)

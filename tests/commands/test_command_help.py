@@ -164,16 +164,14 @@ def test_shells_complete_commands_options_and_their_values(
     lines = {
         "edgellm gen": {"generate"},
         "edgellm cache ": set(CACHE),
-        "edgellm generate --max-t": {"--max-tokens"},
         "edgellm cache verify --mo": {"--model"},
-        "edgellm serve --backend ": {"auto", "numpy", "tensorrt"},
         "edgellm serve --backend t": {"tensorrt"},
     }
     if shell == "zsh":
         shown = typed_in_zsh(lines)
     else:
         told = [shell, "-c", _COMPLETING[shell].format(lines=" ".join(f"'{line}'" for line in lines))]
-        said = subprocess.run(told, capture_output=True, text=True, check=True, timeout=60).stdout
+        said = subprocess.run(told, capture_output=True, text=True, check=True, timeout=180).stdout
         shown = said.split("begin\n")[1:]
     found = dict(zip(lines, map(words_of, shown), strict=True))
     for line, expected in lines.items():

@@ -117,53 +117,103 @@ NOT_FAST = (
 #: Files whose `slow` cases take seconds, which are marked `ci`.
 SECONDS = ("engines/building/test_builder_workers.py", "engines/building/test_kernel_build.py")
 
-#: Files, and tests of others, whose cases are families times drafts, or the like: a fourth of each test's cases show as
-#: many of the values as so many can, the others are `slow`.
-QUARTERED = (
+#: Files, and tests of others, whose cases are families times drafts, or the like: a tenth of each test's cases, and a
+#: fourth of those on a GPU, show as many of the values as so many can, the others are `slow`.
+SAMPLED = (
+    "commands/test_gguf_images.py::test_an_image_is_seen_as_by_the_published_model",
     "commands/test_hostile_models.py",
     "commands/test_hostile_settings.py",
     "engines/backends/test_encoder_engine.py::test_equals_operations",
+    "engines/backends/test_kernel_engine.py::test_a_step_of_a_draft_is_what_operations_compute",
+    "engines/backends/test_kernel_engine.py::test_verified_tokens_and_features_are_what_operations_compute",
     "engines/backends/test_kernel_launches.py",
+    "engines/backends/test_kernel_ranks.py::test_a_step_of_ranks_is_what_operations_compute_of_the_whole",
+    "engines/backends/test_kernel_ranks.py::test_launches_of_a_rank_are_prepared",
+    "engines/backends/test_prompt_executor.py::test_gives_what_the_whole_program_does",
+    "engines/backends/test_split_engine.py::test_gives_what_the_whole_program_does",
     "engines/backends/test_tensorrt_operations.py::test_every_phase_of_every_family_builds",
+    "engines/building/test_family_builds.py::test_published_files_keep_their_bytes",
     "engines/building/test_family_builds.py::test_tensorrt_builds_what_a_family_varies",
+    "engines/building/test_packed_heads.py::test_answers_are_those_of_a_dense_head_of_the_same_values",
+    "engines/building/test_recurrent_build.py::test_a_directory_is_built_and_its_kernels_compile",
     "engines/building/test_vision_build.py::test_every_family_builds",
     "engines/building/test_window_build.py::test_a_directory_is_built_and_its_kernels_compile",
     "engines/families/test_families_logits.py::test_every_prefix_then_single_tokens",
+    "engines/families/test_family_answers.py::test_packed_and_drafted_answers_are_those_of_the_dense_twin",
+    "engines/families/test_family_answers.py::test_sequences_of_different_lengths_in_one_batch",
+    "engines/families/test_family_answers.py::test_trees_give_the_tokens_of_plain_decoding",
+    "engines/families/test_gemma3_with_images.py::test_a_directory_is_built_and_its_kernels_compile",
+    "engines/families/test_gguf_families.py::test_no_value_of_metadata_does_more_than_an_error",
+    "engines/families/test_mixtures.py::test_sessions_snapshots_adapters_and_drafts",
     "engines/families/test_recurrent_families.py::test_chunks_and_steps_leave_the_same_states",
-    "engines/quantization/test_scaling.py",
+    "engines/lora/test_lora_build.py::test_every_phase_of_every_family_builds",
+    "engines/lora/test_lora_llm.py",
+    "engines/model/test_draft_networks.py::test_every_draft_engine_builds",
+    "engines/quantization/test_quantized_experts.py::test_each_expert_is_packed_by_itself",
+    "engines/quantization/test_quantized_experts.py::test_gpt_oss_s_stacks_are_turned_and_keep_gate_and_up_in_turn",
+    "engines/quantization/test_quantizer.py::test_a_killed_run_goes_on_where_it_stopped",
     "engines/quantization/test_quantizer.py::test_every_family_computes_nearly_what_it_did",
+    "engines/quantization/test_scaling.py",
     "engines/speculation/test_constrained_equality.py",
     "engines/speculation/test_drafted_answers.py",
     "engines/speculation/test_eagle_equality.py::test_one_slot",
+    "engines/speculation/test_eagle_equality.py::test_packed_drafts_change_no_token",
     "engines/speculation/test_eagle_equality.py::test_slots_of_different_lengths_and_samplings",
+    "engines/speculation/test_eagle_equality.py::test_to_the_end_of_the_context",
+    "engines/speculation/test_fixed_shapes.py",
+    "engines/speculation/test_gemma4_rounds.py",
     "engines/speculation/test_given_rounds.py",
     "engines/speculation/test_recurrent_rounds.py",
+    "engines/speculation/test_steps_ahead.py",
     "engines/speculation/test_suffix_answers.py",
+    "http/test_anthropic_client.py::test_calls_are_those_of_python",
+    "http/test_proxies.py::test_a_killed_server",
+    "http/test_proxies.py::test_a_server_that_ends_loses_nothing",
+    "http/test_proxies.py::test_without_any_server_there_is_an_error_of_openai_s_form",
+    "http/test_tools.py::test_calls_are_those_of_python",
     "kernels/acceptance/test_acceptance_lossless.py",
     "kernels/decode/test_decode_attention.py",
+    "kernels/prefill/test_prompt_linear.py::test_large_tiles_of_packed_weights_stay_in_registers",
+    "kernels/prefill/test_prompt_linear.py::test_large_tiles_stay_in_registers",
+    "kernels/sampling/test_sampling.py::test_samples_follow_softmax",
+    "serving/test_asynchronous.py::test_many_tasks_without_threads",
+    "serving/test_chunk_callbacks.py::test_a_callback_cannot_use_the_runtime_that_calls_it",
+    "serving/test_chunk_callbacks.py::test_a_callback_that_raises_ends_its_request_alone",
+    "serving/test_chunk_callbacks.py::test_an_interrupt_frees_the_slots_where_the_step_under_way_fails",
+    "serving/test_chunk_callbacks.py::test_rows_are_not_kept_where_the_step_under_way_fails",
+    "serving/test_concurrency.py::test_cancellations_deadlines_and_errors_among_many_threads",
     "serving/test_constrained_answers.py",
     "serving/test_logprobs.py",
+    "serving/test_long_conversations.py::test_a_conversation_goes_on_for_ever",
     "serving/test_preempted_answers.py",
     "serving/test_preempted_images.py",
     "serving/test_preempted_rows.py",
     "serving/test_recurrent_conversations.py",
     "serving/test_recurrent_images.py",
-    "serving/test_runtime.py::test_closing_frees_the_engines_in_that_thread",
+    "serving/test_runtime.py",
+    "serving/test_service.py",
+    "serving/test_slot_choice.py",
+    "serving/test_stop_when.py",
     "serving/test_window_conversations.py",
+    "snapshots/test_image_snapshots.py::test_a_snapshot_with_an_image_changes_no_logit",
+    "snapshots/test_llm_snapshots.py",
     "snapshots/test_recurrent_snapshots.py",
+    "snapshots/test_rows_beside.py",
+    "snapshots/test_slot_snapshots.py",
     "tool_calls/test_single_arguments.py::test_every_call_that_the_grammar_allows_is_read_whole_and_valid",
     "vision/test_runtime_whole_images.py",
 )
 
 
-def a_fourth(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """A fourth of a test's cases, at least one, and the same ones every time: one after another that which has the most
-    words in its name that none before it has; of equals the checksum of the whole name decides, for each test anew."""
+def a_part(cases: Sequence[pytest.Item], part: int) -> list[pytest.Item]:
+    """One of `part` of a test's cases, at least one of any, and the same ones every time: one after another that which
+    has the most words in its name that none before it has; of equals the checksum of the whole name decides, for each
+    test anew."""
     words = {case: set(re.findall(r"[\w.]+", case.nodeid.partition("[")[2])) for case in cases}
     left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
     chosen: list[pytest.Item] = []
     seen: set[str] = set()
-    while 4 * len(chosen) < len(cases):
+    while part * len(chosen) < len(cases):
         best = max(left, key=lambda case: len(words[case] - seen))
         left.remove(best)
         chosen.append(best)
@@ -180,10 +230,12 @@ def mark_by_time(items: Sequence[pytest.Item]) -> None:
         if item.get_closest_marker("slow"):
             if path in SECONDS:
                 item.add_marker(pytest.mark.ci)
-        elif path in QUARTERED or name in QUARTERED:
+        elif path in SAMPLED or name in SAMPLED:
             many.setdefault(name, []).append(item)
     for cases in many.values():
-        for item in set(cases) - set(a_fourth(cases)):
+        on_gpu = {case for case in cases if case.get_closest_marker("gpu")}
+        chosen = {*a_part([case for case in cases if case not in on_gpu], 10), *(on_gpu & {*a_part(cases, 4)})}
+        for item in set(cases) - chosen:
             item.add_marker(pytest.mark.slow)
     for item in items:
         path = item.nodeid.removeprefix("tests/").partition("::")[0]

@@ -126,10 +126,11 @@ def local_attention(rows: int, heads: int, size: int, past: int) -> Case:
     return Case("local_attention", (given, positions, 40, past, 2.0, scale, Compute(nothing(rows, width))))
 
 
-def past_attention(rows: int, heads: int, size: int, past: int) -> Case:
-    """Attention of heads to rows before."""
-    given = Compute(values(3, heads, rows, size))
-    return Case("past_attention", (given, past, size**-0.5, Compute(nothing(rows, heads * size))))
+def past_attention(rows: int, heads: int, size: int, past: int, first: int = 0) -> Case:
+    """Attention of heads to rows before, the `first` ones kept, in as little room as may be."""
+    given, kept = Compute(values(3, heads, rows, size)), values(2, heads, rows + past - 1, size, seed=1)
+    arguments = given, Compute(kept), np.array([first], np.int32), past, size**-0.5
+    return Case("past_attention", (*arguments, Compute(nothing(rows, heads * size))))
 
 
 BOUNDS = Compute(np.array([-0.5, 0.75], np.float32))
@@ -221,8 +222,9 @@ CASES = {
     "local_attention": local_attention(41, 3, 128, 12),
     "local_attention_of_few": local_attention(5, 2, 40, 32),
     "past_attention": past_attention(150, 3, 64, 70),
-    "past_attention_of_few": past_attention(5, 2, 40, 750),
-    "past_attention_of_wide_heads": past_attention(67, 1, 128, 1),
+    "past_attention_of_few": past_attention(5, 2, 40, 750, first=3),
+    "past_attention_of_wide_heads": past_attention(67, 1, 128, 1, first=2),
+    "past_attention_to_kept_rows": past_attention(24, 2, 64, 100, first=1000),
     "places": Case(
         "unfold", (Compute(values(2 * 9 * 7, 24)), Convolution(24, 9, 7, 3, 3, 2, 1, 1), Compute(nothing(40, 216)))
     ),

@@ -20,6 +20,7 @@ from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeConfig
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.encoder_steps import KEPT_ROWS
 from edgellm.engines.model.limits import EngineShape, audio_shape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, vision_inputs
 from edgellm.multimodal.vision_layout import Grid, vision_layout
@@ -160,7 +161,7 @@ SPEECH_MODELS |= {"gemma4": _CONFORMER, "gemma4_without_bounds": replace(_CONFOR
 SPEECH_MODELS["qwen2_audio"] = replace(SPEECH_MODELS["voxtral"], family="qwen2_audio", intermediate_size=44, merged=2)
 _OF_ALL = {each.name: getattr(SPEECH_MODELS["voxtral"], each.name) for each in fields(AudioConfig)}
 SPEECH_MODELS["voxtral_realtime"] = RealtimeConfig(
-    **_OF_ALL | {"family": "voxtral_realtime", "chunk_frames": 8, "window_chunks": 30, "intermediate_size": 44},
+    **_OF_ALL | {"family": "voxtral_realtime", "chunk_frames": 8, "window_chunks": 2, "intermediate_size": 44},
     **{"head_size": 24, "past": 37, "epsilon": 1e-5, "rope_theta": 100.0, "delay": 2, "silence": (3, 1)},
 )
 
@@ -197,16 +198,19 @@ def lengths_of(config: AudioConfig) -> list[int]:
     if isinstance(config, ConformerConfig):
         return [4 * config.run_rows, 147, 7]
     if isinstance(config, RealtimeConfig):
-        return [config.window_frames, 96, 8]
+        return [config.run_windows * config.window_frames, 96, 8]
     return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family != "voxtral")
 
 
 def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[EngineShape, dict[str, np.ndarray]]:
     """The shape that takes so many frames, or a `whole` window, and its weights and inputs."""
-    shape = audio_shape(config.run_rows if whole else config.chunk_rows(frames))
+    lead = config.window_rows if config.kept_rows else 0
+    shape = audio_shape(config.run_rows if whole else lead + config.chunk_rows(frames))
     size = config.mel_bins, frames if config.family not in ("voxtral", "qwen2_audio") else config.window_frames
     features = np.random.default_rng(4).standard_normal(size, np.float32)
     arrays = random_weights(config, shape) | audio_inputs(config, shape, frames)
+    if config.kept_rows:  # nothing of it is read in a first run
+        arrays[KEPT_ROWS] = np.full(model_program(config, shape).inputs[KEPT_ROWS][0], np.nan, np.float32)
     return shape, arrays | {"features": placed(config, shape, features)}
 
 

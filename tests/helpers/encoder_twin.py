@@ -111,8 +111,8 @@ class NumpyEncoder:
         np.copyto(context, local_attention(qkv, relative, first, past, cap, scale))
 
     @checked_launch(_check)
-    def past_attention(self, heads: np.ndarray, past: int, scale: float, context: np.ndarray) -> None:
-        np.copyto(context, past_attention(*heads, past, scale))
+    def past_attention(self, heads, kept, first, past, scale, context):
+        np.copyto(context, past_attention(heads, kept, int(first[0]), past, scale))
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:

@@ -112,7 +112,14 @@ MIXTURE_HEADS, _HIDDEN, _VOCABULARY = 4, 256, 96
 
 
 def write_mixture(folder: Path, kinds: Mapping[str, str] = MIXTURE, head: str = "q8_0", scale: float = 0.01) -> Path:
-    """A folder with a Llama of two layers in a GGUF file of random blocks, with factors as `random_blocks` has them."""
+    """A folder with a Llama of two layers in a GGUF file of random blocks, with factors as `random_blocks` has them, or
+    of random values of the kinds float16 and float32."""
+
+    def made(kind: str, shape: tuple[int, int]) -> Tensor:
+        if kind.startswith("float"):
+            return dense((50 * scale * random.standard_normal(shape)).astype(kind))
+        return random_blocks(kind, shape, random, scale)
+
     random, rows = np.random.default_rng(11), {"attn_k": _HIDDEN // 2, "attn_v": _HIDDEN // 2}
     own = {"block_count": 2, "embedding_length": _HIDDEN, "feed_forward_length": _HIDDEN, "context_length": 64}
     own |= {"attention.head_count": MIXTURE_HEADS, "attention.head_count_kv": 2}
@@ -123,7 +130,7 @@ def write_mixture(folder: Path, kinds: Mapping[str, str] = MIXTURE, head: str = 
     for layer in range(2):
         for name, kind in kinds.items():
             shape = rows.get(name, _HIDDEN), _HIDDEN
-            tensors[f"blk.{layer}.{name}.weight"] = random_blocks(kind, shape, random, scale)
+            tensors[f"blk.{layer}.{name}.weight"] = made(kind, shape)
         tensors |= {f"blk.{layer}.{name}.weight": norm for name in ("attn_norm", "ffn_norm")}
     tensors |= {"output_norm.weight": norm, "output.weight": random_blocks(head, (_VOCABULARY, _HIDDEN), random, scale)}
     folder.mkdir(exist_ok=True)

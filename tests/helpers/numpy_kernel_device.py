@@ -41,6 +41,10 @@ class NumpyKernelDevice:
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return memory[offset : offset + count].view(dtype).reshape(shape)
 
+    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
+        """`target` becomes `source`."""
+        np.copyto(target, source)
+
 
 class NumpySegment:
     """A segment's engine, of NumPy; its inputs and outputs are apart, as TensorRT's must be, but for KV rows."""

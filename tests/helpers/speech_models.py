@@ -42,9 +42,10 @@ def encoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     frames: list[int] = []
     encode = AudioEncoder._encoded
 
-    def counting(self: AudioEncoder, piece: PreparedAudio, lead: int, first: int, digests: Any) -> Any:
+    def counting(self: AudioEncoder, piece: PreparedAudio, first: int, digests: Any, place: int) -> Any:
+        lead = max(0, first - self.config.lead_windows)
         frames.append(sum(part.count for part in piece.windows(lead, first + len(digests))))
-        return encode(self, piece, lead, first, digests)
+        return encode(self, piece, first, digests, place)
 
     monkeypatch.setattr(AudioEncoder, "_encoded", counting)
     return frames

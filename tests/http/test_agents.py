@@ -70,7 +70,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.mark.parametrize(("agent", "tokens"), [("codex", 14_000), ("pi", 3_000)])
+@pytest.mark.parametrize(("agent", "tokens"), [pytest.param("codex", 14_000, marks=pytest.mark.slow), ("pi", 3_000)])
 def test_an_agent_s_prompt_is_reused_from_turn_to_turn(agents: ServerProcess, agent: str, tokens: int) -> None:
     turns = [turn for _, turn in replayed(agents, conversation(agent))]
     assert len(turns) == 6 and turns[0].prompt > tokens

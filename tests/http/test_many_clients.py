@@ -37,7 +37,7 @@ def undisturbed(engines: Path) -> list[str]:
         return [each.text for each in llm.handle([Request("A", params=each) for each in params])]
 
 
-@pytest.mark.parametrize("told_apart_by", ["key", "forwarded address"])
+@pytest.mark.parametrize("told_apart_by", ["key", pytest.param("forwarded address", marks=pytest.mark.slow)])
 def test_one_that_floods_keeps_another_from_no_slot(
     engines: Path, undisturbed: list[str], told_apart_by: str, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from hub_server import TOKEN, HubServer
 
 from edgellm.errors import CheckpointError, HubError
 from edgellm.hub.directories import checkpoint_of, local_directory
+from edgellm.hub.downloads import repository_folder
 from edgellm.kernels.gpu import GPU
 
 NAME = "robots/tiny"
@@ -133,6 +134,18 @@ def test_a_revision_that_is_none(edgellm: Edgellm, hub: HubServer, tiny_checkpoi
     assert f"{NAME} has no revision main" in refusal() and "--revision" in refusal()
     code, _, err = edgellm("serve", NAME, "--revision", "v2", "--port", 0)
     assert code == 1 and "has no revision v2" in err
+
+
+def test_a_name_that_is_none_leaves_nothing(hub: HubServer) -> None:
+    """It removes what it made and nothing else: neither a file that stood in the way, nor what is beside it."""
+    models = repository_folder(NAME).parent
+    assert NAME in refusal()
+    assert [*models.iterdir()] == []
+    for decoy in (models / "my--notes" / ".lock", repository_folder(NAME) / ".lock"):
+        decoy.parent.mkdir()
+        decoy.write_text("keep")
+    assert NAME in refusal()
+    assert [path.read_text() for path in models.rglob(".lock")] == ["keep", "keep"]
 
 
 def test_a_hub_that_is_none(hub: HubServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,9 +72,9 @@ def cached_module(source: ModuleSource, architecture: str) -> CompiledModule:
 
 
 def kinds(sources: list[ModuleSource]) -> list[ModuleSource]:
-    """The first module of each kernel, whatever it is instantiated with."""
+    """The module of each kernel with the smallest tiles, whatever it is instantiated with: it compiles soonest."""
     found: dict[tuple[str, ...], ModuleSource] = {}
-    for source in sources:
+    for source in sorted(sources, key=lambda each: sum(map(int, re.findall(r"\b\d+", str(each.expressions))))):
         found.setdefault((*source.files, *(name.partition("<")[0] for name in source.expressions)), source)
     return list(found.values())
 

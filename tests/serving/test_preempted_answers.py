@@ -118,6 +118,7 @@ def test_200_schedules(schedules: Any, runtime: SpecDecodeRuntime, plain_runtime
     assert gave_way["urgent"] > 75 and gave_way["equal"] > 40
 
 
+@pytest.mark.slow
 def test_the_shipped_model_with_images_and_adapters(
     repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -82,7 +82,7 @@ def _fresh(llm: LLM, cold: LLM, session: Session, params: SamplingParams) -> tup
     return fresh, response
 
 
-@pytest.mark.parametrize("drafting", [None, "auto"], ids=["plain", "drafted"])
+@pytest.mark.parametrize("drafting", [pytest.param(None, id="plain", marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize(
     ("turns", "compare_every"), [(24, 7), pytest.param(200, 1, marks=pytest.mark.slow)], ids=["short", "long"]
 )

@@ -123,7 +123,7 @@ def random_prompts(cold: Cold, seed: int, count: int) -> Iterator[list[int]]:
 
 
 def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Cold) -> None:
-    assert tokens_reused(runtime, cold, random_prompts(cold, 5, 40)) > 1000
+    assert tokens_reused(runtime, cold, random_prompts(cold, 5, 24)) > 500
 
 
 @pytest.mark.parametrize("place", ["memory", "file"])

@@ -23,7 +23,7 @@ SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("rate", [16000, 8000, 44100, 11025])
-@pytest.mark.parametrize("name", ["qwen3_asr", "voxtral", "qwen2_audio", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_asr", "voxtral", "qwen2_audio", "gemma4", "voxtral_realtime"])
 def test_a_growing_sound_has_the_features_of_the_whole(name: str, rate: int) -> None:
     """To the bit, whatever the pieces are; a failure of one changes nothing."""
     (mel, config), samples = mel_of(name), sound(4.7, rate)

@@ -127,20 +127,19 @@ def test_auto_is_free_to_answer_and_held_to_the_schema_once_it_calls(llm: LLM) -
         assert raw.tool_calls == ()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.2])
 def test_drafted_answers_call_as_plain_ones_do(engines: Path, temperature: float) -> None:
     found: list[list[Any]] = []
     for drafting in (None, DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12)):
         with LLM(engines, backend="numpy", drafting=drafting) as llm:
             requests = [
                 Request(messages=HELLO, params=params, tools=TOOLS, tool_choice=choice, structure=structure)
-                for seed in range(2)
                 for structure in (None, PARAMETERS)
                 for choice, params in (
-                    ("required", SamplingParams(temperature=temperature, seed=seed, max_tokens=90)),
-                    ("auto", SamplingParams(temperature=temperature, seed=seed, max_tokens=30)),
-                    ("auto", begun(llm, temperature=temperature, seed=seed)),
-                    ("look", SamplingParams(temperature=temperature, seed=seed, max_tokens=90)),
+                    ("required", SamplingParams(temperature=temperature, seed=1, max_tokens=90)),
+                    ("auto", SamplingParams(temperature=temperature, seed=1, max_tokens=30)),
+                    ("auto", begun(llm, temperature=temperature, seed=1)),
+                    ("look", SamplingParams(temperature=temperature, seed=1, max_tokens=90)),
                 )
             ]
             answers = llm.handle(requests)
@@ -153,7 +152,7 @@ def test_drafted_answers_call_as_plain_ones_do(engines: Path, temperature: float
                 ]
             )
     assert found[0] == found[1]
-    assert sum(len(calls) for *_, calls in found[0]) >= 12
+    assert sum(len(calls) for *_, calls in found[0]) >= 6
 
 
 def test_none_leaves_all_as_text(llm: LLM) -> None:

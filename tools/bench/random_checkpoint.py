@@ -12,7 +12,8 @@ import lzma
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, token_table
-from edgellm.engines.quantizer.written_layout import StoredTensor, quantization_config, write_tensors
+from edgellm.engines.quantizer.written_layout import StoredTensor, StreamedTensor, quantization_config, write_tensors
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LAYERS = 16
@@ -369,28 +370,38 @@ def write_checkpoint(
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         vision = read_vision_config(config)
         specs += [*vision_weights(vision), *host_weights(vision)]
-    tensors = random_tensors(specs, seed, packed)
-    stored = {name: StoredTensor(values.dtype.name, values) for name, values in tensors.items()}
-    write_tensors(directory / "model.safetensors", stored)
+    # What need not reach the disk, which may take a minute.
+    write_tensors(directory / "model.safetensors", random_tensors(specs, seed, packed), is_kept=False)
 
 
-def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat | None = None) -> dict[str, np.ndarray]:
+def random_tensors(
+    specs: Sequence[WeightSpec], seed: int, packed: WeightFormat | None = None
+) -> dict[str, StoredTensor | StreamedTensor]:
     """Normally distributed matrices and vectors of ones, fp16, by their names in a checkpoint; layers may be packed."""
     random = np.random.default_rng(seed)
-    # One block of random values, cut anew for each tensor: drawing billions of normals would take minutes.
+    # One block of random values, begun anew for each tensor: drawing billions of normals would take minutes.
     block = (random.standard_normal(1 << 24) * 0.02).astype(np.float16)
-    codes, tensors = random.integers(0, 256, 1 << 26, np.uint8), {}
+    codes, tensors = random.integers(0, 256, 1 << 26, np.uint8), dict[str, StoredTensor | StreamedTensor]()
     for spec in specs:
         for name, shape in spec.parts:
             if packed is not None and len(shape) == 2 and ".layers." in name and ".mlp.gate." not in name:
                 start = 4 * int(random.integers(0, (codes.size - math.prod(shape) // 2) // 4))
-                tensors |= packed_tensors(name.removesuffix(".weight"), shape, packed, codes[start:])
-                continue
-            size = int(np.prod(shape))
-            start = int(random.integers(0, block.size))
-            values = np.ones(size, np.float16) if len(shape) == 1 else np.resize(np.roll(block, -start), size)
-            tensors[name] = values.reshape(shape)
+                own = packed_tensors(name.removesuffix(".weight"), shape, packed, codes[start:])
+                tensors |= {each: StoredTensor(values.dtype.name, values) for each, values in own.items()}
+            elif len(shape) == 1:
+                tensors[name] = StoredTensor("float16", np.ones(shape, np.float16))
+            else:
+                begin = int(random.integers(0, block.size))
+                tensors[name] = StreamedTensor("float16", shape, partial(_repeated, block, begin, math.prod(shape)))
     return tensors
+
+
+def _repeated(block: np.ndarray, first: int, left: int) -> Iterator[np.ndarray]:
+    """The bytes of so many elements: those of the block from the `first` on, again and again."""
+    while left:
+        piece = block[first : first + left]
+        yield piece.view(np.uint8)
+        first, left = 0, left - piece.size
 
 
 def packed_tensors(

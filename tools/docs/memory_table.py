@@ -9,7 +9,7 @@ model is loaded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,17 @@ WEIGHTS = {
 }
 
 
-def needs(context: int = CONTEXT) -> dict[tuple[str, str], Need]:
-    """What each model that was made for so many tokens of context takes, by its name and how its weights are stored."""
+def needs(context: int = CONTEXT, names: Collection[str] | None = None) -> dict[tuple[str, str], Need]:
+    """What each model, or of these names, that was made for so many tokens of context takes, by its name and how its
+    weights are stored."""
     published = {name: _text_config(architecture, sizes) for name, (architecture, sizes) in _DENSE.items()}
     published |= {name: MODELS[name] for name in OTHERS}
     published |= {name: _multimodal_config(sizes) for name, sizes in _MULTIMODAL.items()}
-    models = {name: (values, decoder_config(dict(values))) for name, values in published.items()}
+    models = {
+        name: (values, decoder_config(dict(values)))
+        for name, values in published.items()
+        if names is None or name in names
+    }
     return {
         (name, stored): _need(values, weights, context)
         for name, (values, config) in models.items()
@@ -112,11 +117,11 @@ def needs(context: int = CONTEXT) -> dict[tuple[str, str], Need]:
     }
 
 
-def table(context: int = CONTEXT) -> list[str]:
-    """The table in Markdown, a line each."""
+def table(context: int = CONTEXT, names: Collection[str] | None = None) -> list[str]:
+    """The table, or what it says of the models of these names, in Markdown, a line each."""
     head = ["Model", "weights", "without a draft", "with a draft", *BOARDS]
     lines = [_row(head), _row(["---"] * len(head))]
-    for (name, stored), need in needs(context).items():
+    for (name, stored), need in needs(context, names).items():
         sizes = [f"{size / GIBIBYTE:.1f} GiB" for size in (need.plain, need.drafted)]
         shown = name if stored == "fp16" else ""
         lines.append(_row([shown, stored, *sizes, *(_fit(need, memory) for memory in BOARDS.values())]))

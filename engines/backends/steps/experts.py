@@ -57,7 +57,7 @@ class _Pairs(Implementation[Any]):
     def refusal(self, step: GateUpExperts | DownExperts, program: Program, limit: int) -> str | None:
         layout, rows = program.packed.get(step.linear.weight.name), step_rows(step, program)
         gated = step.kind == "gated"
-        refused = _layout_refusal(layout) or matrix_refusal(*step.matrix, gated, _one(layout))
+        refused = matrix_refusal(*step.matrix, gated, _one(layout))
         if refused is None and rows * step.mixture.chosen > MAX_PAIRS:
             refused = f"pairs of rows and experts are up to {MAX_PAIRS}, not {rows * step.mixture.chosen}"
         gpu, active = Capacity(shared_limit=limit), min(rows * step.mixture.chosen, step.mixture.experts)
@@ -116,11 +116,5 @@ def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) ->
 
 
 def _one(layout: PackedLayout | None) -> DeviceLayout | None:
-    return layout if isinstance(layout, DeviceLayout) else None
-
-
-def _layout_refusal(layout: PackedLayout | None) -> str | None:
-    """Why experts that are packed in several ways are not multiplied; None for others."""
-    if layout is None or isinstance(layout, DeviceLayout):
-        return None
-    return f"experts have one format, not {' and '.join(str(run.format) for run in layout.runs[:2])}"
+    assert layout is None or isinstance(layout, DeviceLayout)  # of experts that have several formats none is packed
+    return layout

@@ -169,14 +169,19 @@ class Launching:
         return [self.kernels.few.norm(NormedInput(values, None), any_place, 0, self.kept(step.keeps))]
 
     def together(
-        self, step: NormLinear, padded: bool, next_early: bool = True, arranged: InputPermutation | None = None
+        self,
+        step: NormLinear,
+        padded: bool,
+        next_early: bool = True,
+        arranged: InputPermutation | None = None,
+        apart: bool = False,
     ) -> tuple[Array, list[Any]]:
         """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
-        launches that bring them there, each normed, and `arranged`."""
+        launches that bring them there, each normed, and `arranged`. `apart`: nobody else reads what is there."""
         given = step.inputs[0]
         as_it_is = len(step.inputs) == 1 and not given.norms and comes_rounded(given.value, self.program)
         # Where what follows must not start early, a launch has to hold it back: the layer's own does not.
-        if as_it_is and step.keep is None and arranged is None and next_early:
+        if as_it_is and step.keep is None and next_early and not apart:
             return self.array(given.value), []
         columns, values = step.linear.weight.shape[1], self.array(step.inputs[-1].value)
         width = padded_columns(columns) if padded else columns

@@ -4,6 +4,7 @@ Kernels of few rows norm inside their linear layers: every block of a layer norm
 a dozen rows where kernels overlap, but takes shared memory for whole rows. Kernels of many rows and of prompts have the
 norms as launches of their own, for all blocks of the linear layer that follows. What no kernel of linear layers knows
 is a launch of its own on any of these ways: layer norms, activations without a gate, gates and ups of several formats.
+Of a layer that is packed in part the dense rows are launches of the dense kernels.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
 from edgellm.kernels.encoder.contract import ACTIVATIONS, MAX_NORM_WIDTH, activation_number
+from edgellm.kernels.quantization.row_runs import DenseRows
 
 #: What a linear layer gives before it is normed and added, or before its activation, where that is another launch.
 UNNORMED, SUMS = "unnormed", "sums"
@@ -199,7 +201,8 @@ class _AnyLinear(implementation.Implementation[Any]):
     ) -> tuple[Array, list[Any]]:
         """The inputs of a layer as its weight takes them, and the launches that make them so."""
         as_given = linear.adapters is not None  # whose A multiplies inputs that are not arranged yet
-        x, launches = run.together(step, padded, next_early, None if as_given else linear.arranged)
+        arranged = None if as_given else linear.arranged
+        x, launches = run.together(step, padded, next_early, arranged, apart=linear.arranged is not None)
         if as_given:
             launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
         return x, launches
@@ -259,7 +262,7 @@ class ManyRows(_AnyLinear):
 
 
 class PackedRows(_AnyLinear):
-    """Up to 64 rows of packed weights: the fewest normed inside, few by kernels of their own."""
+    """Up to 64 rows of weights that are packed, or in part: the fewest normed inside, few by kernels of their own."""
 
     name = "kernels of packed rows"
     prepared_rows = MAX_NORMED_ROWS
@@ -268,7 +271,13 @@ class PackedRows(_AnyLinear):
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         layout = implementation.packed_layout(step, program)
         assert layout is not None
-        refusals = (packed_refusal(implementation.step_rows(step, program), own, limit) for own in layout.runs)
+        rows = implementation.step_rows(step, program)
+        refusals = (
+            implementation.too_large(tiled_shared_bytes(limit), limit)
+            if isinstance(own, DenseRows)
+            else packed_refusal(rows, own, limit)
+            for own in layout.runs
+        )
         return next((reason for reason in refusals if reason is not None), None)
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
@@ -310,7 +319,8 @@ class PromptRows(_AnyLinear):
         if packed is not None and len(packed.runs) > 1:
             name = "linear"  # also of gates and ups
         for own in (None,) if packed is None else packed.runs:
-            kernels.any_rows.load(name, rows, weight if own is None else (own.rows, own.columns), low_rows > 0, own)
+            size = weight if own is None else (own.rows, own.columns)
+            kernels.any_rows.load(name, rows, size, low_rows > 0, None if isinstance(own, DenseRows) else own)
         if low_rows:
             kernels.any_rows.load("low_products", rows, (low_rows, weight[1]))
 

@@ -86,7 +86,7 @@ def packed_linears(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarr
     """Arrays with packed linear layers whose inputs are permuted, scaled, or both: dense, and as kernels have them.
 
     Of what is multiplied as one, the last eight rows, or the ups, are packed in another way, with inputs in another
-    order."""
+    order, or not packed."""
     dense, packed, random = dict(arrays), dict[str, Any](arrays), np.random.default_rng(5)
     for number, (name, array) in enumerate(arrays.items()):
         if not name.endswith("weight") or array.ndim != 2 or "embed" in name:
@@ -97,16 +97,18 @@ def packed_linears(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarr
         # Gates and ups are halves.
         size, apart = 0.3 * columns**-0.5, 8 if "qkv" in name else array.shape[0] // 2 if "gate_up" in name else 0
         weights = [random_packed(array.shape[0] - apart, columns, 16, True, "float16", size)]
-        weights = [replace(weights[0], order=order, input_scales=scales)]
-        if apart:
+        weights, beside = [replace(weights[0], order=order, input_scales=scales)], list[np.ndarray]()
+        if apart and number % 2:
+            beside.append(random.normal(0, size, (apart, columns)).astype(np.float32))
+        elif apart:
             other = random_packed(apart, columns, 16, True, "float32", size / 8, codes="int6")
             weights.append(replace(other, order=random.permutation(columns).astype(np.int32)))
         values = [each.values() * (1 if each.input_scales is None else each.input_scales) for each in weights]
-        dense[name], runs = np.concatenate(values).astype(np.float32), list[PackedMatrix]()
+        dense[name], runs = np.concatenate([*values, *beside]).astype(np.float32), list[Any]()
         for weight in weights:
             layout, data = to_device_layout(weight, "float16")
             runs.append(PackedMatrix(replace(layout, dtype="float32"), data, InputPermutation.of(weight)))
-        packed[name] = runs[0] if len(runs) == 1 else PackedRuns(tuple(runs))
+        packed[name] = PackedRuns((*runs, *beside)) if apart else runs[0]
     return dense, packed
 
 
@@ -228,7 +230,7 @@ def test_adapters_are_applied_as_operations_apply_them(family: str, shape: Engin
 
 @WAYS
 @pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
-@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "starcoder2", "olmo2"])
 def test_adapters_take_the_inputs_of_packed_layers_as_they_were(family: str, shape: EngineShape, way: type) -> None:
     """Before they are permuted and scaled."""
     config, parents = (FAMILIES | SCALED)[family], CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)

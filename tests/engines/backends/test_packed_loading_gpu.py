@@ -15,9 +15,9 @@ from edgellm.engines.backends import packed_loading
 from edgellm.engines.backends.device_layouts import packed_layouts, with_delta_products
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import InputPermutation
 from edgellm.kernels.quantization.row_runs import PackedRuns
@@ -25,8 +25,8 @@ from edgellm.kernels.quantization.turn import AWQ_PLACES, TURNED, arrange, turn
 
 GOLDENS = golden_folder("quantized")
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
-#: Those of which q, k and v are packed in part, or a gate.
-REFUSED = ("autoround_awq", "awq_exceptions", "ct_mixed", "gptq_v1_bias_dynamic", "modelopt_mixed")
+#: Those whose q, k and v are packed in part, or a gate and not the up.
+IN_PART = ("autoround_awq", "autoround_gptq", "awq_exceptions", "ct_mixed", "gptq_v1_bias_dynamic")
 #: Those whose gates and ups have inputs in orders or scales of their own, as no package gives them, q, k and v too.
 UNLIKE = ("ct16_w4_actorder_group", "ct16_w4_actorder_group_zeros", "gptq_v1_zeros_desc_act", "gptq_v2_desc_act")
 UNLIKE += ("modelopt_int4_awq", "modelopt_nvfp4_awq")
@@ -40,39 +40,35 @@ def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str, mon
         config = decoder_config(checkpoint.config, checkpoint.generation_config)
         specs = decoder_weights(with_delta_products(config, checkpoint))
         dtype = checkpoint.dtype if checkpoint.dtype in ("float16", "bfloat16") else "float16"
-        try:
-            layouts = packed_layouts(checkpoint, specs, dtype)
-        except EngineError:
-            assert name in REFUSED
-            return
+        layouts = packed_layouts(checkpoint, specs, dtype)
         specs, sizes = [spec for spec in specs if spec.name in layouts], list[int]()
         memory = gpu.zeros_side_by_side({spec.name: (layouts[spec.name].shape, "uint8") for spec in specs})
-        if name in UNLIKE:
-            with pytest.raises(EngineError, match=r"gate_proj\.weight, .*are permuted or scaled differently"):
-                PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, memory, sizes.append)
-            specs = [spec for spec in specs if "gate_up_proj" not in spec.name]
-            sizes.clear()
         found = PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, memory, sizes.append)
         assert found.keys() == {spec.name for spec in specs}
         runs = {name: each.runs if isinstance(each, PackedRuns) else (each,) for name, each in found.items()}
-        assert sizes == [sum(run.data.nbytes for run in each) for each in runs.values()]
+        assert sizes == [sum(getattr(run, "data", run).nbytes for run in each) for each in runs.values()]
+        assert any(isinstance(run, DeviceArray) for each in runs.values() for run in each) == (name in IN_PART)
         for spec, size in zip(specs, sizes, strict=True):
-            parts = [checkpoint.packed(*part) for part in spec.parts]
+            parts = [(part, shape[0], checkpoint.packed(part, shape)) for part, shape in spec.parts]
             assert size <= math.prod(layouts[spec.name].shape) <= 1.1 * size
             assert name not in UNLIKE or len(runs[spec.name]) == len(parts)
             for run in runs[spec.name]:
-                weight, inputs = from_device_layout(run.layout, gpu.download(run.data)), InputPermutation.of(parts[0])
-                assert (inputs is None) == (run.inputs is None) and run.dtype == dtype
-                for given, own in zip(inputs or (), run.inputs or (), strict=True):
-                    assert (given is None) == (own is None)
-                    if given is not None:
-                        np.testing.assert_array_equal(gpu.download(own), given)
                 own_parts = [parts.pop(0)]
-                while sum(part.shape[0] for part in own_parts) < run.shape[0]:
+                while sum(rows for _, rows, _ in own_parts) < run.shape[0]:
                     own_parts.append(parts.pop(0))
-                expected = np.concatenate([part.values() for part in own_parts])
-                found_values = replace(weight, order=own_parts[0].order).values()
-                np.testing.assert_array_equal(found_values, expected, err_msg=spec.name)
+                if isinstance(run, DeviceArray):
+                    expected = np.concatenate([checkpoint.raw(part) for part, *_ in own_parts])
+                    np.testing.assert_array_equal(gpu.download(run), expected, err_msg=spec.name)
+                    continue
+                own = [packed for *_, packed in own_parts]
+                weight, inputs = from_device_layout(run.layout, gpu.download(run.data)), InputPermutation.of(own[0])
+                assert (inputs is None) == (run.inputs is None) and run.dtype == dtype
+                for given, arranged in zip(inputs or (), run.inputs or (), strict=True):
+                    assert (given is None) == (arranged is None)
+                    if given is not None:
+                        np.testing.assert_array_equal(gpu.download(arranged), given)
+                found_values, expected = replace(weight, order=own[0].order).values(), [each.values() for each in own]
+                np.testing.assert_array_equal(found_values, np.concatenate(expected), err_msg=spec.name)
             assert not parts
 
 

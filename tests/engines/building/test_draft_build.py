@@ -54,7 +54,7 @@ def test_trees_beyond_the_engines_are_refused(asked: dict[str, int], message: st
     config = read_decoder_config(tiny_checkpoint)
     with pytest.raises(BuildError, match=message):
         choose_limits(config, has_draft=True, **asked)
-    with pytest.raises(BuildError, match="there is no draft: name one with --draft"):
+    with pytest.raises(BuildError, match="there is no draft: name one"):
         choose_limits(config, **{name: value or 1 for name, value in asked.items()})
 
 
@@ -142,7 +142,7 @@ def test_build_command(tiny_checkpoint: Path, tiny_draft: Path, tmp_path: Path) 
     for words in ("EAGLE-3", "trees up to 2 wide and 2 deep, up to 4 nodes verified"):
         assert words in result.stdout
     for arguments, message in (
-        (("--draft-steps", "2"), "there is no draft: name one with --draft"),
+        (("--draft-steps", "2"), "there is no draft: name one"),
         (("--draft", tiny_draft, "--verify-tree-size", "65"), "--verify-tree-size is 65"),
         (("--draft", tmp_path / "nothing"), "does not exist"),
         (("--draft", tiny_checkpoint), "cannot be the draft of"),

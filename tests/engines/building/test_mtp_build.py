@@ -265,7 +265,7 @@ def test_a_checkpoint_that_lost_its_head(checkpoint: Path, tmp_path: Path) -> No
     report = build_engine_directory(checkpoint, tmp_path / "engines", None, [])
     lost = "no tensor's name begins with mtp., though config.json has mtp_num_hidden_layers 1"
     assert report.draft is None and any(lost in note for note in report.notes)
-    with pytest.raises(CheckpointError, match=f"{lost}.*Leave --draft mtp out"):
+    with pytest.raises(CheckpointError, match=f"{lost}.*Leave the draft out"):
         build_engine_directory(checkpoint, tmp_path / "other", None, [], draft="mtp")
     with pytest.raises(BuildError, match="there is no draft"):
         build_engine_directory(checkpoint, tmp_path / "other", LIMITS, [])

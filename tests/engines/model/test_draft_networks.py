@@ -95,6 +95,7 @@ def test_every_draft_engine_builds(name: str) -> None:
             assert len(build_plan(draft, shape, "float16", attention, "sm_86")) > 1000
 
 
+@pytest.mark.slow
 def test_every_base_engine_with_features_builds() -> None:
     pytest.importorskip("tensorrt_rtx")
     config = golden_models("eagle3_speculators")["base"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import Counter
 from functools import partial
@@ -30,6 +31,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.quantization.layout import LinearTensors
 from edgellm.kernels.gpu import absent_gpu
+from edgellm.kernels.quantization.row_runs import DenseRows
 
 
 def _as_stored(folder: Path, name: str) -> np.ndarray:
@@ -136,6 +138,33 @@ def test_equal_formats_and_others_in_one_step(tmp_path: Path) -> None:
         assert [(run.format.codes, run.rows) for run in runs] == [("int4", 384), ("int8", 128)]
         runs = layouts["model.layers.1.mlp.gate_up_proj.weight"].runs
         assert [(run.format.minima, run.rows) for run in runs] == [(False, 256), (True, 256)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dense_parts_stand_beside_packed_ones_in_one_step(tmp_path: Path, dtype: str) -> None:
+    """As they are: neither makes the other dense, and the step takes little more than the file has of it."""
+    kinds = dict.fromkeys(MIXTURE, "q4_k") | {"attn_v": "float16", "ffn_up": "float16"}
+    folder = write_mixture(tmp_path / "model", kinds)
+    models = {"base": decoder_config(json.loads((folder / "config.json").read_text()))}
+    weights = WeightLayouts(models, {"base": partial(Checkpoint.open, folder)}, dtype)
+    packed = weights.loaded["base"]
+    step, gates = packed["model.layers.1.self_attn.qkv_proj.weight"], packed["model.layers.1.mlp.gate_up_proj.weight"]
+    assert step is not None and gates is not None
+    assert (step.runs[0].rows, step.runs[1]) == (384, DenseRows(128, 256, dtype))
+    assert (gates.runs[0].rows, gates.runs[1]) == (256, DenseRows(256, 256, dtype))
+    sizes = {name: info.nbytes for name, info in GgufFile(folder / "model.gguf").tensors.items()}
+    for layout, names in ((step, ("attn_q", "attn_k", "attn_v")), (gates, ("ffn_gate", "ffn_up"))):
+        assert math.prod(layout.shape) <= 1.08 * sum(sizes[f"blk.1.{name}.weight"] for name in names)
+    limits, gpu = EngineLimits(1, 128, 160, packed=True), absent_gpu("sm_86", 16, SHARED_MEMORY["sm_86"])
+    names = [each for source in needed_modules(models, limits, dtype, weights, gpu) for each in source.expressions]
+    prompts = [name.count(",") for name in names if name.startswith("prefill::linear<")]
+    assert {*prompts} == {7, 9}  # with the numbers of a format, and without
+    info = GgufFile(folder / "model.gguf").tensors["blk.1.attn_v.weight"]
+    with (folder / "model.gguf").open("r+b") as file:
+        file.seek(info.offset + 6)
+        file.write(np.float16(np.inf).tobytes())
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_proj.*\[0, 3\]"):
+        WeightLayouts(models, {"base": partial(Checkpoint.open, folder)}, dtype)
 
 
 def test_columns_of_the_delta_rule_are_put_back(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from checkpoint_files import read_tensors, write_tensors
 from multimodal_engines import IMAGE_ROWS, LIMITS
 from packed_checkpoints import pack_embedding, write_packed
+from safetensors.numpy import load_file, save_file
 from synthetic_images import synthetic_image
 from tiny_multimodal import FAMILIES
 from typer.testing import CliRunner
@@ -135,9 +136,16 @@ def test_a_packed_embedding(tied: bool, target: str, make_checkpoint: Callable[.
 
 
 def test_a_layer_that_kernels_do_not_take_is_refused_by_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """q, k and v are multiplied as one: they cannot be packed in part."""
-    model, _ = write_packed(tiny_checkpoint, tmp_path / "packed", tmp_path / "twin", None, "q_proj")
-    limits, reason = EngineLimits(1, 16, 96), r"q_proj \(int4.*have one format there, not dense and int4"
+    """Kernels take scales of 16 columns and more, here they are of 8."""
+    model, _ = write_packed(tiny_checkpoint, tmp_path / "packed", tmp_path / "twin", None)
+    tensors = load_file(model / "model.safetensors")
+    for name, values in tensors.items():
+        if name.endswith(("weight_scale", "weight_zero_point")):
+            tensors[name] = np.repeat(values, 4, axis=1)
+    save_file(tensors, model / "model.safetensors")
+    said = (model / "config.json").read_text().replace('"group_size": 32', '"group_size": 8')
+    (model / "config.json").write_text(said)
+    limits, reason = EngineLimits(1, 16, 96), r"q_proj \(int4, groups of 8.*multiples of 16 columns"
     build_engine_directory(model, tmp_path / "engines", limits, [], "float16")
     packed = EngineDirectory.open(tmp_path / "engines")
     with pytest.raises(EngineError, match=rf"{reason}.*--backend numpy.*edgellm quantize"):
@@ -145,7 +153,10 @@ def test_a_layer_that_kernels_do_not_take_is_refused_by_name(tiny_checkpoint: Pa
     with LLM(packed.path, backend="numpy") as llm:
         assert llm.chat(CHATS[0], params(0)).token_ids
     result = CliRunner().invoke(create_app(), ["info", str(packed.path)])
-    assert "have one format there" in result.output and "which makes float32 of the weights" in result.output
+    assert (
+        "multiples of 16 columns" in result.output.replace("\n", " ")
+        and "which makes float32 of the weights" in result.output
+    )
     pytest.importorskip("tensorrt_rtx")
     with pytest.raises(BuildError, match=rf"{reason}.*Without --target"):
         build_engine_directory(model, tmp_path / "others", limits, ["sm_86"], "float16")

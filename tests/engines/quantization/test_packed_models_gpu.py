@@ -38,11 +38,12 @@ ADAPTERS = ("pirate", None, "json")
 IMAGE = SHIPPED_MODEL / "scenes" / "toys.png"
 
 
-@pytest.fixture(scope="module")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The shipped model and its draft, packed in groups of 32 with zero points, and the same weights dense."""
+@pytest.fixture(scope="module", params=[(), ("v_proj", "up_proj")], ids=["all", "v and up dense"])
+def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The shipped model and its draft, packed in groups of 32 with zero points, some layers of the model dense or none,
+    and the same weights dense."""
     folder = tmp_path_factory.mktemp("packed")
-    models = write_packed(SHIPPED_MODEL, folder / "packed", folder / "twin", None)
+    models = write_packed(SHIPPED_MODEL, folder / "packed", folder / "twin", None, *request.param)
     drafts = write_packed(SHIPPED_MODEL / "draft", folder / "packed_draft", folder / "twin_draft", None)
     adapters = {name: SHIPPED_MODEL / "lora" / name for name in ("json", "pirate")}
     targets = folder / "packed_engines", folder / "twin_engines"
@@ -120,6 +121,7 @@ PUBLISHED = (
     *("ct_w8_group32_zeros", "gptq_v1_bits8_whole_rows", "ct_w8_channel_head"),
     *("ct_fp8_tensor", "fp8_blocks", "modelopt_fp8_channels", "ct_nvfp4", "modelopt_nvfp4"),
     *("ct_w4_qwen3_5", "fp8_blocks_qwen3_5"),  # gates of the delta rule dense beside packed projections
+    *("awq_exceptions", "ct_mixed", "gptq_v1_bias_dynamic"),  # q, k and v packed in part, or differently
 )
 
 
@@ -129,21 +131,22 @@ def test_published_layouts_agree_with_numpy(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ending", "dtype"),
+    ("name", "dtype"),
     [
-        ("ct16_w4_actorder_group_zeros", "weight_g_idx", None),
-        ("gptq_v2_desc_act", "g_idx", None),
+        ("ct16_w4_actorder_group_zeros", None),
+        ("gptq_v2_desc_act", None),
         # Not in its own bfloat16, of which this model makes a tenth of its largest logit (`open_rounded_runner`).
-        ("modelopt_int4_awq", "pre_quant_scale", "float16"),
-        ("modelopt_nvfp4_awq", "pre_quant_scale", None),
+        ("modelopt_int4_awq", "float16"),
+        ("modelopt_nvfp4_awq", None),
     ],
 )
-def test_permuted_and_scaled_inputs_agree_with_numpy(name: str, ending: str, dtype: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("alike", [True, False], ids=["one order", "each its own"])
+def test_permuted_and_scaled_inputs_agree_with_numpy(name: str, dtype: str | None, alike: bool, tmp_path: Path) -> None:
     shutil.copytree(GOLDENS / name, tmp_path / name)
-    tensors = read_tensors(tmp_path / name / MODEL)
+    tensors, endings = read_tensors(tmp_path / name / MODEL), ("weight_g_idx", "g_idx", "pre_quant_scale")
     for key in list(tensors):  # as packages make them: layers that share an input are quantized behind one another
         for part, first in (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj")):
-            if key.endswith(f"{part}.{ending}"):
+            if alike and key.endswith(tuple(f"{part}.{ending}" for ending in endings)):
                 tensors[key] = tensors[key.replace(part, first)]
     write_tensors(tmp_path / name / MODEL, tensors)
     assert_agrees_with_numpy(*published(tmp_path / name, dtype), 4)
@@ -160,6 +163,8 @@ GGUF = {
         **{"attn_q": "q5_0", "attn_k": "q5_0", "attn_v": "q5_1", "attn_output": "iq4_nl"},
         **{"ffn_gate": "mxfp4", "ffn_up": "mxfp4", "ffn_down": "q4_1"},
     },
+    "v and ups dense": dict.fromkeys(MIXTURE, "q4_k") | {"attn_v": "float16", "ffn_up": "float16"},
+    "k and gates dense": MIXTURE | {"attn_k": "float32", "ffn_gate": "float16"},
     "k types": {name: "q6_k" if name in ("attn_v", "ffn_down") else "q5_k" for name in MIXTURE},
 }
 

@@ -142,7 +142,7 @@ def test_rows_move_and_recurrent_states_take_the_accepted_path() -> None:
     assert pending.features[0, :, 0].tolist() == [0, 2, 5]
 
 
-@pytest.mark.parametrize("rounds", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_state_after_many_rounds_is_that_of_plain_decoding(rounds: int) -> None:
     states, plain, random = made(), made(), np.random.default_rng(rounds)
     kept = dict(states.kept_inputs(SLOTS, NODES).of(SLOTS, NODES))

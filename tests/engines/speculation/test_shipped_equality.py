@@ -35,12 +35,12 @@ def check(
 
 
 def test_a_sample_of_prompts(equality: object, tmp_path: Path) -> None:
-    found = check(equality, tmp_path, 4, 16, ["chain 5", "tree 10/3/16"])
+    found = check(equality, tmp_path, 2, 16, ["chain 5", "tree 10/3/16"])
     assert all(comparison.mean_acceptance_length > 1.5 for comparison in found if comparison.sampling == "greedy")
 
 
 def test_a_sample_with_kv_rows_of_8_bits(equality: object, tmp_path: Path) -> None:
-    for comparison in check(equality, tmp_path, 2, 12, list(equality.KINDS), "int8"):
+    for comparison in check(equality, tmp_path, 1, 12, ["chain 2", "tree 10/6/60"], "int8"):
         assert not comparison.differences, equality.line(comparison)
 
 

@@ -221,14 +221,20 @@ def test_packed_layers_get_the_bits_of_the_dequantized_weight(
 
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 9, 64])
+@pytest.mark.parametrize("dense", [None, 0, -1])
 @pytest.mark.parametrize("case", [case for case in CASES if len(case.modules) > 1], ids=str)
-def test_runs_of_packed_rows_get_the_bits_of_the_dequantized_weight(gpu, dtype: str, rows: int, case: Case) -> None:
-    """Each module in a launch of its own."""
+def test_runs_of_packed_rows_get_the_bits_of_the_dequantized_weight(
+    gpu, dtype: str, rows: int, dense: int | None, case: Case
+) -> None:
+    """Each module in a launch of its own, one of which is `dense`."""
     places, layer = 4, Layer(gpu, dtype, case, 4)
     size = case.columns**-0.5 / 8
     weights = [random_packed(own, case.columns, 32, True, dtype, size, seed=own) for own in case.modules]
     layer.weight = np.concatenate([weight.values() for weight in weights])
-    packed = PackedRuns(tuple(packed_copy(gpu, weight) for weight in weights))
+    runs: list[Any] = [packed_copy(gpu, weight) for weight in weights]
+    if dense is not None:
+        runs[dense] = layer.on_device(weights[dense].values())
+    packed = PackedRuns(tuple(runs))
     x, scales = layer.normal(rows, case.columns) * 20, one_each([(b * 2) % places for b in range(rows)], places)
     expected = layer.result("norm_linear", x, scales, many=True)
     np.testing.assert_array_equal(layer.result("norm_linear", x, scales, many=True, packed=packed), expected)

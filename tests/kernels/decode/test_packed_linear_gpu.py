@@ -144,12 +144,15 @@ def test_each_code_becomes_its_value(gpu, codes: Codes, compute: str) -> None:
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 64, 100])
 def test_runs_of_rows_give_the_bits_of_the_dequantized_weight(gpu, rows: int, compute: str) -> None:
-    """Of q, k and v in three formats, by kernels of few rows, of many and of prompts."""
-    module, kinds, columns = gpu.kernel_module, {"q4_k": 136, "q6_k": 24, "q8_0": 40}, 1056
-    weights = [random_of(GGUF_FORMATS[kind], own, columns, seed=own) for kind, own in kinds.items()]
-    values, width = np.concatenate([weight.values() for weight in weights]), sum(kinds.values())
+    """Of four parts in three formats, and one of them dense, by kernels of few rows, of many and of prompts."""
+    module, kinds, columns = gpu.kernel_module, {"q4_k": 136, "q6_k": 24, "dense": 72, "q8_0": 40}, 1056
+    weights = [random_of(GGUF_FORMATS[kind], own, columns, seed=own) for kind, own in kinds.items() if kind != "dense"]
+    runs: list[Any] = [packed_copy(gpu, weight, compute) for weight in weights]
+    between, width = normal(gpu, compute, 72, columns), sum(kinds.values())
+    runs.insert(2, between[1])
+    values = np.concatenate([*(each.values() for each in weights[:2]), between[0], weights[2].values()])
     dense, (_, bias) = device_copy(gpu, compute_bits(values, compute)[0]), normal(gpu, compute, width)
-    packed = LinearWeights(PackedRuns(tuple(packed_copy(gpu, weight, compute) for weight in weights)), bias)
+    packed = LinearWeights(PackedRuns(tuple(runs)), bias)
     kernels: CudaTiledKernels = (CudaTiledKernels if rows <= 64 else CudaPromptLinear)(module, compute)
     _, x = normal(gpu, compute, rows, columns)
     output, few = gpu.empty((rows, width), "float32"), CudaDecodeKernels(module, compute, 64)
@@ -177,15 +180,17 @@ def test_runs_of_rows_give_the_bits_of_the_dequantized_weight(gpu, rows: int, co
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize("ups", ["q5_1", "dense"])
 def test_gates_and_ups_in_two_formats_have_the_bits_of_the_dequantized_weight(
-    gpu, rows: int, activation: str, compute: str
+    gpu, ups: str, rows: int, activation: str, compute: str
 ) -> None:
     module, columns, width = gpu.kernel_module, 544, 4104
     weights = [
         random_of(GGUF_FORMATS[kind], width, columns, seed=number) for number, kind in enumerate(("q4_0", "q5_1"))
     ]
     dense = device_copy(gpu, compute_bits(np.concatenate([weight.values() for weight in weights]), compute)[0])
-    packed = LinearWeights(PackedRuns(tuple(packed_copy(gpu, weight, compute) for weight in weights)))
+    last = dense[width:] if ups == "dense" else packed_copy(gpu, weights[1], compute)
+    packed = LinearWeights(PackedRuns((packed_copy(gpu, weights[0], compute), last)))
     kernels: CudaTiledKernels = (CudaTiledKernels if rows <= 64 else CudaPromptLinear)(module, compute)
     (_, x), output = normal(gpu, compute, rows, columns), gpu.zeros((rows, width), compute)
     kernels.gate_up(x, LinearWeights(dense), activation, output)()

@@ -83,14 +83,21 @@ def test_local_attention(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "past_attention"])
 def test_attention_to_rows_before(name: str) -> None:
-    (query, keys, every_value), past, scale, _ = wide(CASES[name])
-    found, size = CASES[name].run_twin(TWIN), query.shape[2]
-    for row in range(0, query.shape[1], 3):
-        seen = np.arange(max(0, row - past + 1), row + 1)
-        for head in range(len(query)):
+    (query, *own), kept, (first,), past, scale, _ = wide(CASES[name])
+    given = CASES[name].on_host("float16")
+    TWIN.past_attention(*given)()
+    (found, places), (heads, rows, size) = (given[-1], kept.shape[2]), query.shape
+    before = np.arange(first - min(first, past - 1), first)
+    keys, every_value = np.concatenate((kept[:, :, before % places], own), axis=2)
+    for row in range(0, rows, 3):
+        seen = slice(max(0, len(before) + row - past + 1), len(before) + row + 1)
+        for head in range(heads):
             weights = np.exp(scale * keys[head, seen] @ query[head, row])
             expected = weights @ every_value[head, seen] / weights.sum()
             np.testing.assert_allclose(found[row, head * size : (head + 1) * size], expected, rtol=1e-4, atol=1e-5)
+    now = np.arange(first, first + rows) % places
+    np.testing.assert_array_equal(given[1][:, :, now], own)
+    np.testing.assert_array_equal(np.delete(given[1], now, axis=2), np.delete(kept, now, axis=2))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "attention"])
@@ -189,7 +196,7 @@ def test_places_of_convolutions(name: str) -> None:
             "strides and channels begin at 1",
         ),
         (local_attention(4, 1, 8, 33), "up to 32 rows and heads of 128, not 33 and 8"),
-        (past_attention(4, 1, 8, 0), "rows that see 0 rows; expected one at least"),
+        (past_attention(4, 1, 8, 0), "4 rows that see 0 rows, 3 of which are kept; expected one at least"),
         (Case("gated_convolution", (values(2, 24), values(16, 5), values(16), 1e-6, nothing(2, 16))), "of 24 columns"),
         (Case("centered_norm", (values(2, 8), values(12), None, 1e-6, nothing(2, 12))), "rows of 8 columns"),
         (attention(100, 64, 2, 64), "100 rows in windows of 64; expected up to 65535 whole ones"),

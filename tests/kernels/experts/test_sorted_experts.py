@@ -162,7 +162,7 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
 @pytest.mark.parametrize(
     ("architecture", "dtype", "kinds", "rows"),
     [
-        ("sm_87", "float16", ("int4",), 512),
+        pytest.param("sm_87", "float16", ("int4",), 512, marks=pytest.mark.slow),
         ("sm_90", "bfloat16", ("dense",), 128),
         *(
             pytest.param(name, "float16", ("dense", "int4", *GGUF_FORMATS), rows, marks=pytest.mark.slow)
