@@ -105,10 +105,14 @@ class ByPlan(Implementation[Step]):
 
     @staticmethod
     def _dense(run: Launching, weight: Any, values: Array, beside: bool) -> list[Any]:
-        """What makes a packed weight's dense values, [N, K], all of which may run beside each other."""
+        """What makes a packed weight's dense values, [N, K], all of which may run beside each other; dense rows are copied."""
         launches, first = list[Any](), 0
         for part in weight.runs if isinstance(weight, PackedRuns) else (weight,):
             own = values[first : first + part.shape[0]]
-            launches.append(run.kernels.prefill.dequantize(part, own, beside=beside or bool(launches)))
+            launches.append(
+                run.kernels.few.norm(NormedInput(part, None), own, 0)
+                if isinstance(part, Array)
+                else run.kernels.prefill.dequantize(part, own, beside=beside or bool(launches))
+            )
             first += part.shape[0]
         return launches
