@@ -105,7 +105,7 @@ class ByPlan(Implementation[Step]):
 
     @staticmethod
     def _dense(run: Launching, weight: Any, values: Array, beside: bool) -> list[Any]:
-        """What makes a packed weight's dense values, [N, K], all of which may run beside each other; dense rows are copied."""
+        """What makes a packed weight's dense values, [N, K], beside each other; dense rows are copied."""
         launches, first = list[Any](), 0
         for part in weight.runs if isinstance(weight, PackedRuns) else (weight,):
             own = values[first : first + part.shape[0]]
