@@ -12,7 +12,7 @@ import pytest
 
 from edgellm import Request, SamplingParams
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, planned_shapes, split_refusal
+from edgellm.engines.backends.executors import Executors, kernel_refusal, planned_shapes
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import check_limits
@@ -111,17 +111,14 @@ def test_kernels_take_every_step_and_no_plan_is_needed(int8_engines: Path) -> No
     wide = EngineLimits(1, 512, 1024, kv_cache="int8")
     assert planned_shapes(directory.models, wide, "float16", "sm_90") == []
     every = planned_shapes(directory.models, wide, "float16", "sm_90", needless=True)
-    assert every and all(shape.segment is not None for shape in every)
+    assert every and all(shape.segment for shape in every)
 
 
 def test_heads_that_no_kernel_takes_are_refused_with_the_reason(int8_engines: Path) -> None:
     config = replace(EngineDirectory.read(int8_engines).config, head_dim=24, rotary_dim=24)
-    decode, prefill = (
-        EngineLimits(kv_cache="int8").base_shape(*kind, 1024) for kind in (("decode", 1, 1), ("prefill", 1, 512))
-    )
+    decode = EngineLimits(kv_cache="int8").base_shape("decode", 1, 1, 1024)
     reason = kernel_refusal(config, decode, "float16", 227 << 10)
     assert "KV caches of int8 for head sizes in multiples of 16, not 24" in str(reason)
-    assert "multiples of 16, not 24" in str(split_refusal(config, prefill, "float16", 227 << 10))
     plain = replace(decode, kv_cache="compute")
     assert kernel_refusal(config, plain, "float16", 227 << 10) is None
     models = {"base": config}
@@ -131,5 +128,5 @@ def test_heads_that_no_kernel_takes_are_refused_with_the_reason(int8_engines: Pa
 def test_tensorrt_refuses_a_step_that_only_it_would_run(int8_engines: Path) -> None:
     directory = EngineDirectory.read(int8_engines)
     shape = directory.limits.base_shape("prefill", 1, 16, 96)
-    refusal = str(plan_refusal(directory.config, shape, "float32", 227 << 10, packed=False))
-    assert re.search(r"base.prefill.* cannot run with --kv-cache int8: .*float16 and bfloat16", refusal)
+    refusal = str(Executors(directory.models, directory.limits, "float32", 227 << 10).problem(shape))
+    assert re.search(r"base.prefill.* cannot run .*float16 and bfloat16.* 8 bits. Take --kv-cache compute", refusal)

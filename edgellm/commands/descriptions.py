@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import typer
@@ -82,24 +83,25 @@ def draft_in_words(config: dict[str, Any]) -> str:
 
 
 def executor_facts(
-    models: Mapping[str, Any], limits: EngineLimits, dtype: str, capability: str, packed: Collection[str] = ()
+    models: Mapping[str, Any],
+    limits: EngineLimits,
+    dtype: str,
+    capability: str,
+    packed: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[dict[str, str | None]]:
     """What runs which shapes on GPUs of a compute capability ("sm_90"), an entry each: first the kernels, then
-    TensorRT, alone or with kernels for attention, with the `reason` why not kernels (of several steps of a phase, the
-    first's). `models` has the configuration by `EngineShape.model`, of which `packed` have packed weights."""
+    TensorRT, alone or for some steps, with the `reason` why not kernels (of several steps of a phase, the first's).
+    `models` has the configuration by `EngineShape.model`, `packed` the layouts of packed weights."""
     # Which most commands do without:
-    from edgellm.engines.backends.executors import refusal_on, splits_on
-    from edgellm.engines.backends.split_engine import SplitEngine
+    from edgellm.engines.backends.executors import Executors, shared_limit_of
 
+    ways = Executors(models, limits, dtype, shared_limit_of(capability), packed)
     steps: dict[tuple[str, str], dict[tuple[str, str | None], list[EngineShape]]] = {}
     for shape in limits.all_engine_shapes():
-        described = models[shape.model], shape, dtype, capability
-        name, reason = "kernels", refusal_on(*described)
-        if reason is not None:
-            name = SplitEngine.name if splits_on(*described) else "TensorRT"
-            has_experts = getattr(models[shape.model], "mixture", None) is not None
-            if name == "TensorRT" and (shape.kv_cache != "compute" or shape.model in packed or has_experts):
-                name = "nothing but the NumPy backend"
+        planned, reason = ways.planned(shape), ways.refusal(shape)
+        name = "TensorRT" if planned is None else "kernels, and TensorRT for some steps" if planned else "kernels"
+        if ways.problem(shape) is not None:
+            name = "nothing but the NumPy backend"
         found = steps.setdefault((shape.model, shape.phase + (" with adapters" if shape.lora_slots else "")), {})
         found.setdefault(next((known for known in found if known[0] == name), (name, reason)), []).append(shape)
     told: dict[tuple[str, str | None], list[str]] = {("kernels", None): []}

@@ -77,7 +77,7 @@ def doctor(given: DoctorOptions) -> None:
     facts["gpu"] = None if gpu is None else asdict(gpu)
     directory = EngineDirectory.open(existing_directory(given.chosen_model() or SHIPPED_MODEL))
     described = directory.models, directory.limits, directory.dtype
-    packed = directory.packed_names
+    packed: dict[str, dict[str, Any]] = {name: {} for name in directory.packed_names}
     facts |= {
         "model": {"path": str(directory.path), "family": directory.config.family, "dtype": directory.dtype},
         "kv_cache": _kv_cache(directory),

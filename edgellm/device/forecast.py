@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from edgellm.device.boards import Board
 from edgellm.engines.backends.device_layouts import PackedLayouts
-from edgellm.engines.backends.steps.experts import DownExperts, GateUpExperts, for_kernels
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.expert_steps import DownExperts, GateUpExperts, for_kernels
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
 from edgellm.engines.model.states import WindowRows, state_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -14,26 +14,23 @@ from edgellm.engines.backends.base import BoundEngine, Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
-from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, runs_whole, split_refusal
+from edgellm.engines.backends.executors import Executors, packed_of
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.padded_weights import Padding
-from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.step_modules import step_modules
-from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice
-from edgellm.engines.backends.tensorrt_engine import TensorRTEngine, TensorRTPlans
+from edgellm.engines.backends.tensorrt_engine import TensorRTPlans
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, counted, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError, EngineError
-from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DraftConfig, WeightSpec
+from edgellm.engines.model.expert_steps import for_kernels
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, most_logit_rows
-from edgellm.engines.model.program import Program
-from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.engines.model.sharding import Share
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
@@ -43,7 +40,7 @@ from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
-from edgellm.kernels.prefill.launcher import AttentionKind, CudaPrefill
+from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns
@@ -240,108 +237,74 @@ class CudaBackend(CudaDevice):
     def known_memory(self) -> Mapping[str, int]:
         return {**packed_memory(self._directory.models, self._packed, self.compute_dtype), **CODE}
 
+    @cached_property
+    def executors(self) -> Executors:
+        """What runs which shapes on this GPU."""
+        directory, limit = self._directory, self._module.shared_limit
+        models = directory.models
+        return Executors(models, directory.limits, self.compute_dtype, limit, self._packed, self.executor)
+
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""
-        asked = self._asked(shape)
-        is_run = kernel_choice(*asked)[0] is not None or split_refusal(*asked) is None
-        return is_run and not self._prefers_plan(shape)
-
-    def _asked(self, shape: EngineShape) -> tuple[ModelConfig, EngineShape, str, int]:
-        """What decides of a shape whether kernels, or TensorRT, run it on this GPU."""
-        return self._directory.model_config(shape.model), shape, self.compute_dtype, self._module.shared_limit
+        planned = self.executors.planned(shape)
+        if not planned:
+            return planned is not None
+        program = model_program(self._directory.model_config(shape.model), shape)
+        return planned.isdisjoint(step.title for step in program.attentions)
 
     @cached_property
     def prompt_step(self) -> int | None:
         """See `Backend.prompt_step`: kernels take any number of tokens where they run all prompts of the models."""
-        longest = [each for each in self._directory.limits.all_engine_shapes() if each.phase == "prefill"]
-        runs = all(kernel_refusal(*self._asked(each)) is None for each in longest)
-        return PROMPT_STEP if runs and self.executor == "auto" else None
+        prompts = [each for each in self._directory.limits.all_engine_shapes() if each.phase == "prefill"]
+        return PROMPT_STEP if all(self.executors.planned(each) == frozenset() for each in prompts) else None
 
     def load_engine(self, shape: EngineShape) -> Engine:
-        """What runs a shape: kernels where they take it, otherwise plans, of what stands between attention or of the
-        whole; the other way round where TensorRT is asked for. EngineError where nothing runs it. An engine that is
-        loaded after `check_memory` has scratch of its own where it needs more than there is."""
-        ways: tuple[Callable[[EngineShape], BoundEngine | None], ...]
-        ways = self._encoder_engine, self._kernel_engine, self._split_engine, self._plan_engine
-        if self.share is not None and shape.model == "base":
-            ways = (self._kernel_engine,)
-        elif self.executor == "tensorrt":
-            ways = self._split_engine, self._preferred_plan, *ways
+        """What runs a shape: kernels, with plans of the steps that TensorRT runs, or a plan of the whole. EngineError
+        where nothing runs it. An engine that is loaded after `check_memory` has scratch of its own where it needs more
+        than there is."""
         with self._module.side_by_side(waits=False):
-            engine = next(found for way in ways if (found := way(shape)) is not None)
+            engine = self._engine(shape)
         self._engines.append(engine)
         if self._is_checked:
             small = engine.scratch_bytes > self._scratch.nbytes
             self._attach(engine, self.empty((engine.scratch_bytes,), "uint8") if small else self._scratch)
         return engine
 
-    def _prefers_plan(self, shape: EngineShape) -> bool:
-        """Whether a plan of the whole runs a shape though kernels would."""
-        return (
-            self.executor == "tensorrt"
-            and runs_whole(shape)
-            and split_refusal(*self._asked(shape)) is not None
-            and plan_refusal(*self._asked(shape), shape.model in self._packed) is None
-        )
-
-    def _preferred_plan(self, shape: EngineShape) -> TensorRTEngine | None:
-        return self._plan_engine(shape) if self._prefers_plan(shape) else None
-
-    def _kernel_engine(
-        self, shape: EngineShape, packed: Mapping[str, PackedLayout] | None = None
-    ) -> KernelEngine | None:
-        """`packed`: the weights that are, of a segment, whose layers have other numbers than those of the whole."""
-        config, *_ = asked = self._asked(shape)
-        share = self.share if shape.model == "base" else None
-        program = model_program(config, shape, share)
-        packed = self._packed_of(shape.model, program) if packed is None else packed
-        choice, reason = kernel_choice(*asked, capacity_of(self._module), packed, share=share)
-        if choice is None:
-            if share is not None:
-                raise EngineError(f"{shape.name} cannot be shared by {share[1]} GPUs: {reason}. Take one GPU")
-            if shape.segment is None:
-                name = SplitEngine.name if split_refusal(*asked) is None else "TensorRT"
-                logger.info("%s runs on %s: %s", shape.name, name, reason)
-            return None
-        kernels, prompt_step = self._step_kernels(config), 0
-        if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
-            prompt_step = PROMPT_STEP
-            choice.load_prompts(for_kernels(replace(program, packed=packed)), kernels, prompt_step)
-        return KernelEngine(kernels, choice, config, shape, self.compute_dtype, packed, prompt_step, share)
-
-    def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
-        """An encoder on kernels, where they take it."""
-        if shape.phase != "encode" or kernel_refusal(*self._asked(shape)) is not None:
-            return None
+    def _engine(self, shape: EngineShape) -> BoundEngine:
+        if self.share is not None and shape.model == "base":
+            return self._kernel_engine(shape, frozenset())
+        if (problem := self.executors.problem(shape)) is not None:
+            raise EngineError(problem)
+        planned, reason = self.executors.planned(shape), self.executors.refusal(shape)
+        if planned is None or planned:
+            logger.info("%s runs on TensorRT%s: %s", shape.name, "" if planned is None else " and kernels", reason)
+        if planned is None:
+            return self._plan_engine(shape, reason)
+        if shape.phase != "encode":
+            return self._kernel_engine(shape, planned, reason)
         kernels = EncoderStepKernels(self._encoder, self._any_rows)
         return EncoderEngine(kernels, self._directory.model_config(shape.model), shape, self.compute_dtype)
 
-    def _split_engine(self, shape: EngineShape) -> SplitEngine | None:
-        config, _, dtype, _ = asked = self._asked(shape)
-        if split_refusal(*asked) is not None:
-            return None
-        program = model_program(config, shape)
-        for step in program.attentions:  # before one waits for it
-            kind = AttentionKind(shape.kv_cache == "int8", step.window is not None, step.looks_ahead)
-            heads = shape.batch * step.heads[0]
-            self._prefill.load(dtype, step.heads[2], shape.tokens, heads, kind)
-        packed = self._packed_of(shape.model, program)
-        own = {segment.number: segment.weights_of(packed) for segment in segments_of(program)}
-        engines = {
-            number: self._kernel_engine(part, own[number]) or self._plan_engine(part)
-            for part in segment_shapes(program)
-            if (number := part.segment) is not None
-        }
-        return SplitEngine(self._step_kernels(config), program, engines, dtype, set(packed))
-
-    def _packed_of(self, model: str, program: Program) -> dict[str, PackedLayout]:
-        """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""
-        found = {}
-        for spec in program.weights.values():
-            layouts = self._packed.get(model if spec.parts else "base", {})
-            if spec.name in layouts:
-                found[spec.name] = layouts[spec.name]
-        return found
+    def _kernel_engine(self, shape: EngineShape, planned: Collection[str], reason: str | None = None) -> KernelEngine:
+        """`planned` are the steps that TensorRT runs, by title, the `reason` is that of one which kernels refuse."""
+        config, share = self._directory.model_config(shape.model), self.share if shape.model == "base" else None
+        program = model_program(config, shape, share)
+        packed, gpu = packed_of(self._packed, shape.model, program), capacity_of(self._module)
+        given: Any = {"share": share, "planned": planned}
+        choice, refusal = kernel_choice(config, shape, self.compute_dtype, gpu, packed, **given)
+        if choice is None:
+            what = "run on this GPU" if share is None else f"be shared by {share[1]} GPUs"
+            advice = "--backend numpy" if share is None else "one GPU"
+            raise EngineError(f"{shape.name} cannot {what}: {refusal}. Take {advice}")
+        kernels, prompt_step = self._step_kernels(config), 0
+        if planned:
+            kernels = kernels._replace(
+                plans={part: self._plan_engine(part, reason) for part in self.executors.plans(shape)}
+            )
+        elif shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
+            prompt_step = PROMPT_STEP
+            choice.load_prompts(for_kernels(replace(program, packed=packed)), kernels, prompt_step)
+        return KernelEngine(kernels, choice, config, shape, self.compute_dtype, packed, prompt_step, share)
 
     def _step_kernels(self, config: Any) -> StepKernels:
         """The kernels for a model's heads; those of a kind are the same for all engines."""
@@ -352,12 +315,11 @@ class CudaBackend(CudaDevice):
         more = self.recurrent, self._any_rows, self._prefill, self._encoder, self._experts, self.rank
         return StepKernels(few, self._many, capacity_of(self._module), *more)
 
-    def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
-        """A plan; EngineError where TensorRT does not run the shape."""
-        if (refusal := plan_refusal(*self._asked(shape), shape.model in self._packed)) is not None:
-            raise EngineError(refusal)
+    def _plan_engine(self, shape: EngineShape, reason: str | None) -> BoundEngine:
+        """A plan, of a whole shape or of steps, with the reason why not all is run by kernels, if it is not asked for.
+        Raises MissingDependencyError without TensorRT."""
         if self._plans is None:
-            self._plans = TensorRTPlans(self._directory, self.gpu, self.made)
+            self._plans = TensorRTPlans(self._directory, self.gpu, self.made, reason)
         return self._plans.engine(shape)
 
     def scratch_bytes(self) -> int:

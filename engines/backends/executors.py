@@ -1,25 +1,44 @@
-"""What runs an engine's shape on a GPU: hand-written kernels (`steps/table.py`), or TensorRT and why, whole or with
-kernels for its attention and recurrent layers."""
+"""What runs the steps of an engine's shape on a GPU: hand-written kernels (`steps/table.py`), or TensorRT and why, step
+by step or the whole shape.
+
+A step that kernels refuse in one shape is run by TensorRT in all shapes of its model: its bits do not depend on the
+shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
+from types import MappingProxyType
 
+from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.encoder_calls import encoder_refusal
+from edgellm.engines.backends.opening import EXECUTORS
 from edgellm.engines.backends.platform import find_tensorrt
-from edgellm.engines.backends.split_engine import between_engines
-from edgellm.engines.backends.steps.table import kernel_choice
+from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, step_rows
+from edgellm.engines.backends.steps.table import passes, refused_steps, step_program, whole_refusal
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model import steps
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import looks_ahead
-from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.model.expert_steps import ChooseExperts, DownExperts, GateUpExperts
+from edgellm.engines.model.limits import GIVEN_TREES, EngineLimits, EngineShape
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
+from edgellm.engines.model.segments import planned_runs, segment_shape
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, MAX_TOKENS
 from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.quantization.row_runs import PackedLayout
 
-#: What `DecoderConfig.layers_differ` says, in words.
-_DIFFERENT_LAYERS = "layers that share rows, or have heads, embeddings or factors of their own"
+#: Of each kind of step what of it has no operation in TensorRT, attention apart.
+_LACKING: dict[type[steps.Step], str] = {
+    **dict.fromkeys((steps.Experts, ChooseExperts, GateUpExperts, DownExperts), "mixtures of experts"),
+    **dict.fromkeys((ShortConvolution, GatedDelta, SelectiveScan, GatedNorm), "recurrent layers"),
+}
+#: What else TensorRT has not: of a model that it is to run whole, and of attention; and what to do then.
+_PACKED, _INT8 = "packed weights", "KV caches of 8 bits"
+_ADVICE = {_PACKED: "the unquantized model, or ", _INT8: '--kv-cache compute (kv_cache="compute"), or '}
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {
     **dict.fromkeys(("sm_80", "sm_87"), 163 << 10),
@@ -29,14 +48,13 @@ SHARED_MEMORY = {
 
 
 def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why no hand-written kernels run a shape, or the whole that a segment is of; None if they do, or run the
-    segment."""
+    """Why hand-written kernels do not run all steps of a shape; None if they do."""
     if shape.phase == "encode":
         return encoder_refusal(model_program(config, shape), dtype, shared_limit)
-    choice, reason = kernel_choice(config, replace(shape, segment=None), dtype, shared_limit)
-    if choice is None and shape.segment is not None:
-        choice, _ = kernel_choice(config, shape, dtype, shared_limit)
-    return reason if choice is None else None
+    if (refused := whole_refusal(shape, dtype)) is not None:
+        return refused
+    found = refused_steps(step_program(config, shape), shared_limit)
+    return next((f"kernels cannot run {title}: {reason}" for title, reason in found.items()), None)
 
 
 def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> str | None:
@@ -54,82 +72,153 @@ def shared_limit_of(capability: str) -> int | None:
     return limit
 
 
-def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why kernels do not compute the attention and recurrent layers of a shape between TensorRT's engines
-    (`SplitEngine`); None if they do."""
-    if shape.phase not in ("prefill", "accept"):
-        return "attention between TensorRT's engines is that of tokens which see all before them"
-    if dtype not in ("float16", "bfloat16"):
-        return f"kernels compute in float16 and bfloat16, not {dtype}"
-    if isinstance(config, DraftConfig) and config.block is not None:
-        return "the rows of a draft of blocks are written by kernels alone"
-    if isinstance(config, DecoderConfig) and config.layers_differ:
-        return f"TensorRT has nothing for {_DIFFERENT_LAYERS}"
-    program = model_program(config, shape)
-    if program.mixtures:
-        return f"TensorRT has nothing for {program.mixtures[0].title}"
-    for step in (step for step in program.steps if step.cuts):
-        refusal = between_engines(step).refusal(step, program, shared_limit)
-        if refusal is not None:
-            return f"kernels cannot run {step.title}: {refusal}"
-    return None
+class Executors:
+    """What runs the shapes of a directory's models on GPUs whose blocks may have so much shared memory, fixed by what
+    the directory has."""
 
+    def __init__(
+        self,
+        models: Mapping[str, ModelConfig],
+        limits: EngineLimits,
+        dtype: str,
+        shared_limit: int | None,
+        packed: PackedLayouts = MappingProxyType({}),
+        executor: str = EXECUTORS[0],
+    ) -> None:
+        """`models` are those of `EngineShape.model`; `shared_limit` is in bytes, None where there are no kernels;
+        `packed` has the layouts of packed weights by model; `executor` is one of `opening.EXECUTORS`."""
+        self._models, self._limits, self._dtype, self._shared_limit = models, limits, dtype, shared_limit
+        self._packed, self.executor = packed, executor
+        self._latest: Program | None = None
 
-def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int, packed: bool) -> str | None:
-    """Why no TensorRT engine runs a shape that kernels do not run, whole or at its attention and recurrent layers, and
-    what to do; None if one does. `packed`: the model has packed weights."""
-    if isinstance(config, DecoderConfig) and config.mixture is not None:
-        return (
-            f"{shape.name} cannot run on this GPU: {kernel_refusal(config, shape, dtype, shared_limit)}, and TensorRT "
-            "has nothing for mixtures of experts. Take --backend numpy"
+    @cached_property
+    def refused(self) -> Mapping[str, Mapping[str, str]]:
+        """The steps that kernels refuse in a shape of a model, by model and title, and why."""
+        found: dict[str, dict[str, str]] = {model: {} for model in self._models}
+        for shape in engine_shapes(self._limits):
+            if self._shared_limit is not None and whole_refusal(shape, self._dtype) is None:
+                program = self._program(shape)
+                found[shape.model] = refused_steps(program, self._shared_limit) | found[shape.model]
+        return found
+
+    def refusal(self, shape: EngineShape) -> str | None:
+        """Why kernels do not run all steps of a shape; None if they do."""
+        if self._shared_limit is None:
+            return "no kernels for this GPU"
+        if self._is_one(shape):
+            return kernel_refusal(self._models[shape.model], shape, self._dtype, self._shared_limit)
+        refused = self.refused[shape.model]
+        steps_of = self._program(shape).steps if refused else ()
+        found = (
+            f"kernels cannot run {step.title}: {refused[step.title]}" for step in steps_of if step.title in refused
         )
-    if shape.kv_cache != "compute":
-        kernels = kernel_refusal(config, shape, dtype, shared_limit)
-        return (
-            f"{shape.name} cannot run with --kv-cache {shape.kv_cache}: TensorRT has no such KV caches, and {kernels}. "
-            'Take --kv-cache compute (kv_cache="compute"), or --backend numpy'
+        return next(found, None)
+
+    def planned(self, shape: EngineShape) -> frozenset[str] | None:
+        """The steps of a shape that TensorRT runs, by title; None where it runs the shape whole."""
+        asked = self.executor == "tensorrt"
+        if self._is_one(shape):
+            is_whole = self.refusal(shape) is not None or (asked and self._whole_runs(shape))
+            return None if is_whole else frozenset()
+        refused = self.refused[shape.model]
+        if not refused and not asked:
+            return frozenset()
+        program = self._program(shape)
+        found = frozenset(step.title for step in program.steps if step.title in refused)
+        if asked and shape.phase in PROMPT_PHASES and self._splits(shape, program):
+            own = (step for step in program.steps if not step.cuts and step_rows(step, program) > MAX_TILED_ROWS)
+            return found.union(step.title for step in own)
+        return None if asked and self._whole_runs(shape) else found
+
+    def problem(self, shape: EngineShape) -> str | None:
+        """Why nothing runs a shape on the GPU, and what to do; None if something does."""
+        titles = self.planned(shape)
+        if titles is None:
+            lacking = self._whole_lacking(shape)
+        else:
+            steps_of = (step for step in self._program(shape).steps if step.title in titles) if titles else ()
+            lacking = next(filter(None, (self._lacking(shape, step) for step in steps_of)), "")
+        if not lacking:
+            return None
+        advice = _ADVICE.get(lacking) or ("float16 or bfloat16, or " if titles is None else "")
+        what = f"{self.refusal(shape)}, and TensorRT has nothing for {lacking}"
+        return f"{shape.name} cannot run on this GPU: {what}. Take {advice}--backend numpy"
+
+    def plans(self, shape: EngineShape) -> list[EngineShape]:
+        """The shapes of TensorRT's engines that run a shape, or steps of it."""
+        titles = self.planned(shape)
+        if titles is None:
+            return [shape]
+        found = dict[EngineShape, None]()
+        for _, part in passes(shape) if titles else ():
+            program = self._program(part)
+            found |= {segment_shape(program, run): None for run in planned_runs(program, titles).values()}
+        return list(found)
+
+    def _is_one(self, shape: EngineShape) -> bool:
+        """Whether one executor runs all steps of a shape: of an encoder, or where no kernels are made for it."""
+        return shape.phase == "encode" or self._shared_limit is None or whole_refusal(shape, self._dtype) is not None
+
+    def _splits(self, shape: EngineShape, program: Program) -> bool:
+        """Whether TensorRT may run what stands between attention and recurrent layers, and kernels run these."""
+        refused = self.refused[shape.model]
+        return not self._unusual(shape) and not any(
+            step.title in refused if step.cuts else self._lacking(shape, step) for step in program.steps
         )
-    if shape.segment is not None or not (packed or _lacks_layers(config, shape)):
-        return None
-    kernels, split = (refusal(config, shape, dtype, shared_limit) for refusal in (kernel_refusal, split_refusal))
-    if packed:
-        return (
-            f"{shape.name} cannot run with packed weights on this GPU: {kernels}; TensorRT takes them layer by layer, "
-            f"but {split}. Take the unquantized model, or --backend numpy"
-        )
-    return (
-        f"{shape.name} cannot run on this GPU: {kernels}; TensorRT has nothing for {_lacks_layers(config, shape)}, and "
-        f"{split}. Take float16 or bfloat16, or --backend numpy"
-    )
+
+    def _program(self, shape: EngineShape) -> Program:
+        if self._latest is None or self._latest.shape != shape:
+            program = step_program(self._models[shape.model], shape)
+            packed = packed_of(self._packed, shape.model, program) if self._packed else {}
+            self._latest = replace(program, packed=packed)
+        return self._latest
+
+    def _whole_runs(self, shape: EngineShape) -> bool:
+        """Whether the TensorRT that is there has the layers of a shape that it is to run whole, or nothing is known."""
+        library = find_tensorrt()
+        has_layers = library is None or not library.lacks or shape.phase == "encode"
+        return has_layers and not self._whole_lacking(shape)
+
+    def _whole_lacking(self, shape: EngineShape) -> str:
+        """What of a shape has no operation in TensorRT; nothing where it has all."""
+        config = self._models[shape.model]
+        if shape.model in self._packed:
+            return _PACKED
+        if isinstance(config, AudioConfig):
+            return "convolutions of encoders of speech"
+        return next(filter(None, (self._lacking(shape, step) for step in self._program(shape).steps)), "")
+
+    def _lacking(self, shape: EngineShape, step: steps.Step) -> str:
+        """What of a step has no operation in TensorRT; nothing where it has all."""
+        if type(step) is not steps.Attention:
+            return _LACKING.get(type(step), "")
+        lacking = {
+            self._unusual(shape): True,
+            _INT8: shape.kv_cache != "compute",
+            "attention within a window": step.window is not None,
+            "rotary embeddings of neighbours": step.neighbours,
+            "attention of an image's tokens to those behind them": step.looks_ahead,
+            "attention with sinks, or a cap of scores": step.sinks is not None or step.cap > 0,
+        }
+        return next((what for what, is_there in lacking.items() if what and is_there), "")
+
+    def _unusual(self, shape: EngineShape) -> str:
+        """What about the layers of a shape's model TensorRT has nothing for, if there is anything."""
+        config = self._models[shape.model]
+        if isinstance(config, DraftConfig):
+            return "drafts of blocks" if config.block is not None else ""
+        differ = isinstance(config, DecoderConfig) and config.layers_differ
+        return "layers that share rows, or have heads, embeddings or factors of their own" if differ else ""
 
 
-def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
-    """The layers of a shape for which TensorRT has no operation; nothing where it has all."""
-    if isinstance(config, AudioConfig):
-        return "convolutions of encoders of speech"
-    if not isinstance(config, DecoderConfig):
-        return "drafts of blocks" if isinstance(config, DraftConfig) and config.block is not None else ""
-    lacking = {
-        "mixtures of experts": config.mixture is not None,
-        "recurrent layers": config.is_recurrent,
-        _DIFFERENT_LAYERS: config.layers_differ,
-        "attention within a window": config.window is not None and shape.window_rows > 0,
-        "rotary embeddings of neighbours": config.rotates_neighbours,
-        "attention of an image's tokens to those behind them": looks_ahead(config, shape),
-    }
-    return next((layers for layers, are_there in lacking.items() if are_there), "")
-
-
-def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:
-    """Whether `SplitEngine` runs a shape that kernels refuse whole, on GPUs of a compute capability."""
-    limit = shared_limit_of(capability)
-    return limit is not None and split_refusal(config, shape, dtype, limit) is None
-
-
-def runs_whole(shape: EngineShape) -> bool:
-    """Whether the TensorRT that is there has the layers of a shape that it is to run whole, or nothing is known."""
-    library = find_tensorrt()
-    return library is None or not library.lacks or shape.segment is not None or shape.phase == "encode"
+def packed_of(packed: PackedLayouts, model: str, program: Program) -> dict[str, PackedLayout]:
+    """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""
+    found = {}
+    for spec in program.weights.values():
+        layouts = packed.get(model if spec.parts else "base", {})
+        if spec.name in layouts:
+            found[spec.name] = layouts[spec.name]
+    return found
 
 
 def planned_shapes(
@@ -138,24 +227,33 @@ def planned_shapes(
     dtype: str,
     capability: str,
     needless: bool = False,
-    packed: Collection[str] = (),
+    packed: PackedLayouts = MappingProxyType({}),
 ) -> list[EngineShape]:
-    """What needs plans on GPUs of a compute capability: whole shapes, and segments of those whose attention kernels
-    compute. `models` are those of `EngineShape.model`, of which `packed` have packed weights; `needless`: also of what
-    kernels run, whole or as segments, as far as the TensorRT that is there has their layers."""
+    """What needs plans on GPUs of a compute capability; see `Executors`. `needless`: also what TensorRT runs where it
+    is asked for."""
     found: dict[EngineShape, None] = {}
-    for shape in limits.all_engine_shapes():
-        config = models[shape.model]
-        splits, refused = splits_on(config, shape, dtype, capability), refusal_on(config, shape, dtype, capability)
-        if refused is None and not (needless and (splits or runs_whole(shape))):
-            continue
-        if not splits and (shape.kv_cache != "compute" or shape.model in packed or _lacks_layers(config, shape)):
-            continue  # TensorRT has none of these
-        found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
-    return [
-        shape
-        for shape in found
-        if (needless and runs_whole(shape))
-        or shape.segment is None
-        or refusal_on(models[shape.model], shape, dtype, capability) is not None
+    ways = Executors(models, limits, dtype, shared_limit_of(capability), packed)
+    for ways.executor in EXECUTORS if needless else EXECUTORS[:1]:
+        for shape in limits.all_engine_shapes():
+            found |= dict.fromkeys(ways.plans(shape) if ways.problem(shape) is None else ())
+    return list(found)
+
+
+def engine_shapes(limits: EngineLimits) -> list[EngineShape]:
+    """Every engine that may be loaded, of each kind with the most keys alone: those of the directory, those that verify
+    given candidates, and those that compute a text's logits."""
+    shapes = [*limits.engine_shapes()]
+    keys = limits.tree_key_ranges[-1]
+    given = {*GIVEN_TREES, *limits.verify_sizes}
+    shapes += [limits.base_shape("verify", batch, size, keys, size) for batch in limits.batches for size in given]
+    shapes += [
+        limits.base_shape("verify", 1, size, limits.key_ranges[-1], size)
+        for size in (MAX_TOKENS, limits.prefill_chunks[0])
     ]
+    adapted = [limits.with_adapters(shape) for shape in shapes if shape.model == "base" and limits.has_lora]
+    widest: dict[EngineShape, EngineShape] = {}
+    for shape in (*shapes, *adapted):
+        kind = replace(shape, key_range=0)
+        if kind not in widest or shape.key_range > widest[kind].key_range:
+            widest[kind] = shape
+    return list(widest.values())

@@ -1,5 +1,5 @@
-"""Engines of hand-written kernels: decode, verify and draft steps, prompts, and the segments that have few rows of
-those which TensorRT runs, as launches prepared once.
+"""Engines of hand-written kernels: decode, verify and draft steps, and prompts, as launches prepared once, among them
+those of plans for steps that TensorRT runs.
 
 They stand behind the same edge as TensorRT's engines and write the same KV rows, so that all share caches and weights.
 Each new token sees the committed rows, itself, and in steps of several tokens the new ones that `attention_mask` lets
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.base import BoundEngine
-from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.launching import Launching, StepKernels
 from edgellm.engines.backends.steps.table import Choice, adapter_words, passes
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.expert_steps import for_kernels
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.row_steps import TOKEN_ROWS
@@ -35,13 +35,12 @@ from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.row_runs import DenseRows, PackedLayout, PackedRuns, RunsLayout
 
-_ALIGNMENT = 256
+#: In bytes: values begin at multiples of the first, scratch of TensorRT's engines of the second.
+_ALIGNMENT, _PLAN_ALIGNMENT = 256, 512
 
 
 class KernelEngine(BoundEngine):
     """Enqueues the launches of a program, or of one for each pass, on what is bound."""
-
-    takes_packed = True
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class KernelEngine(BoundEngine):
         bound packed, by name. `prompt_step`: with its own kernels those of shorter prompts are loaded, in steps of so
         many tokens (0: none are). `share`: that of a rank."""
         self.choice = choice
-        self.reads_attention_mask = shape.phase != "decode" and choice.reads_mask
+        self.reads_attention_mask = choice.reads_mask(shape.phase)
         self._kernels, self._prompt_step = kernels, prompt_step
         known = packed or {}
         self._passes = [
@@ -69,7 +68,10 @@ class KernelEngine(BoundEngine):
         self.program = self._passes[0][1] if len(self._passes) == 1 else whole
         super().__init__(shape, dtype, self.program.edge, self.program.weights)
         layouts = [self._layout(program) for _, program in self._passes]
-        self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
+        self._layouts = [each for each, _ in layouts]
+        self._own_bytes = -(-max(size for _, size in layouts) // _PLAN_ALIGNMENT) * _PLAN_ALIGNMENT
+        plans = kernels.plans.values()
+        self.scratch_bytes = self._own_bytes + max((plan.scratch_bytes for plan in plans), default=0)
         self._scratch: list[dict[str, Array]] = []
         self._launches: list[Any] = []
         #: Launches for the memory that was bound before, and the names of what changes: a prompt of another slot is
@@ -89,6 +91,8 @@ class KernelEngine(BoundEngine):
             counters = self.choice.counters(program)  # not in the shared scratch: zero between steps
             arrays |= {name: device.zeros(size, dtype) for name, (size, dtype) in counters.items()}
             self._scratch.append(arrays)
+        for plan in self._kernels.plans.values():
+            plan.attach(device, scratch[self._own_bytes :])
         words = max(adapter_words(program) for _, program in self._passes)
         self._areas = [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
         self._launches, self._launches_by_layer, self._kept = [], [], {}
@@ -163,7 +167,9 @@ class KernelEngine(BoundEngine):
 
         Neighbours have different ones, also the last launch of a step and the first.
         """
-        count = sum(len(program.adapted) for _, program in self._passes)
+        by_kernels = [number for number in range(len(self.program.steps)) if number not in self.choice.by_plan]
+        linears = (program.steps[number].multiplies for _, program in self._passes for number in by_kernels)
+        count = sum(linear is not None and linear.name in self.program.adapted for linear in linears)
         areas = [self._areas[2 if number == count - 1 else number % 2] for number in range(count)]
         return zip(areas, areas[1:] + areas[:1], strict=True)
 
@@ -177,14 +183,18 @@ class KernelEngine(BoundEngine):
             run = Launching(self._kernels, program, arrays, lows)
             starts = dict(_layer_begins(program.steps))
             first = program.steps.index(program.attentions[0]) - 1 if program.attentions else None
+            begins = list[int]()
             for number, (way, step) in enumerate(zip(self.choice.implementations, program.steps, strict=True)):
+                lead = way.lead(number)
+                begins.append(begins[lead] if lead < number else len(launches))
                 if number in starts:
-                    self._layer_starts[len(launches)] = starts[number]
-                # The first attention reads KV rows early, which whatever was enqueued before may have written.
-                launches += [] if way.joins(step, run) else run.added()
+                    self._layer_starts[begins[number]] = starts[number]
                 if TOKEN_ROWS in step.reads and not self._rows_taken:
-                    self._rows_taken = len(launches)
-                launches += way.launches(step, run, next_early=number != first)
+                    self._rows_taken = begins[number]
+                if lead == number:
+                    launches += [] if way.joins(step, run) else run.added()
+                    # The first attention reads KV rows early, which whatever was enqueued before may have written.
+                    launches += way.launches(step, run, next_early=number != first)
             launches += run.added()
         return launches
 

@@ -241,13 +241,13 @@ def platforms_with_plans(plans: Path) -> Iterator[tuple[Platform, list[Path]]]:
 
 def refresh_command(directory: EngineDirectory, platform: Platform, shape: EngineShape | None = None) -> str:
     """The command that makes the plans which a directory needs on `platform`, and that of `shape`."""
-    from edgellm.engines.backends.executors import refusal_on  # where plans are of use
+    from edgellm.engines.backends.executors import planned_shapes  # where plans are of use
 
     capability = platform.compute_capability
     command = f"edgellm build --refresh-plans {directory.path}"
     if capability != current_compute_capability():
         command += f" --target {capability}"
-    if shape is None or refusal_on(directory.model_config(shape.model), shape, directory.dtype, capability):
+    if shape is None or shape in planned_shapes(directory.models, directory.limits, directory.dtype, capability):
         return command
     return f"{command} --all-plans"
 

@@ -85,13 +85,13 @@ def find_tensorrt() -> TensorRTLibrary | None:
 
 
 #: What can be done where something asked for TensorRT that runs a model.
-_INSTEAD = (
+INSTEAD = (
     "TensorRT runs steps that no kernels take, and with --executor tensorrt all that it can: --executor auto runs "
     "these on kernels, --backend numpy needs no GPU."
 )
 
 
-def load_tensorrt(instead: str = _INSTEAD) -> TensorRTLibrary:
+def load_tensorrt(instead: str = INSTEAD) -> TensorRTLibrary:
     """The TensorRT of this machine; MissingDependencyError names what was looked for and what to install, and what
     can be done `instead`."""
     library, reason = _search()

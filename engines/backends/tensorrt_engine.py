@@ -12,7 +12,7 @@ from typing import Any
 from edgellm.engines.backends.base import BoundEngine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.plan_files import gpu_platform, load_or_build_plan
-from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
+from edgellm.engines.backends.platform import INSTEAD, TensorRTLibrary, load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError, PlanError
@@ -88,9 +88,11 @@ class TensorRTEngine(BoundEngine):
 class TensorRTPlans:
     """TensorRT, on the primary context of a GPU: makes engines of the plans of a directory."""
 
-    def __init__(self, directory: EngineDirectory, gpu: GPU, made: Made) -> None:
-        """Plans that are built are counted in `made`. Raises MissingDependencyError without TensorRT."""
-        self._directory, self._library, self._made = directory, load_tensorrt(), made
+    def __init__(self, directory: EngineDirectory, gpu: GPU, made: Made, reason: str | None = None) -> None:
+        """Plans that are built are counted in `made`. Raises MissingDependencyError without TensorRT, with the `reason`
+        why it is needed, if it is not asked for."""
+        instead = f"TensorRT is to run that, as {reason}: --backend numpy needs no GPU." if reason else INSTEAD
+        self._directory, self._library, self._made = directory, load_tensorrt(instead), made
         trt = self._library.module
         levels = {trt.ILogger.Severity.WARNING: logging.INFO, trt.ILogger.Severity.INFO: logging.DEBUG}
         levels[trt.ILogger.Severity.VERBOSE] = logging.DEBUG

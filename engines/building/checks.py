@@ -326,5 +326,5 @@ def check_target(target: str, library: TensorRTLibrary) -> None:
 def plan_bytes_bound(config: DecoderConfig, shapes: Sequence[EngineShape], vision: VisionConfig | None = None) -> int:
     """A generous estimate of the size of the plans of all shapes, in bytes."""
     depths = {"base": config.num_layers, "draft": 1, "vision": vision.num_layers if vision else 0}
-    layers = sum(depths[shape.model] if shape.segment is None else 1 for shape in shapes)
+    layers = sum(1 if shape.segment else depths[shape.model] for shape in shapes)
     return len(shapes) * _PLAN_BYTES + layers * _PLAN_BYTES_PER_LAYER

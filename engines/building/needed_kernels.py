@@ -6,25 +6,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from edgellm.engines.backends.base import BoundEngine
 from edgellm.engines.backends.cuda_backend import CODE, CudaBackend
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts
-from edgellm.engines.backends.executors import SHARED_MEMORY
+from edgellm.engines.backends.executors import SHARED_MEMORY, engine_shapes
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program, model_weights
-from edgellm.engines.model.limits import GIVEN_TREES, EngineLimits, EngineShape
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.steps import NormLinear
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import CUDA_TYPES
-from edgellm.kernels.decode.contract import MAX_TOKENS
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.gpu import GPU, absent_gpu
 from edgellm.kernels.launch import Kernel
@@ -125,7 +123,8 @@ class AbsentBackend(CudaBackend):
     def load_all(self, weights: Iterable[Mapping[str, PackedLayout | None]]) -> None:
         """Load what every step may need, with the weights of one model after another, packed so (None: dense)."""
         for shape in engine_shapes(self._directory.limits):
-            self.load_engine(shape)
+            if self.executors.problem(shape) is None:
+                self.load_engine(shape)
         engines: list[Any] = list(self._engines)  # none of TensorRT's
         for engine in engines:
             engine.attach(self, self._scratch)
@@ -135,9 +134,9 @@ class AbsentBackend(CudaBackend):
             for engine in engines:
                 engine.load_kernels(self._loaded)
 
-    def _plan_engine(self, shape: EngineShape) -> Any:
+    def _plan_engine(self, shape: EngineShape, reason: str | None) -> Any:
         engine = _PlannedEngine(shape, self.compute_dtype, {})
-        if shape.segment is not None:
+        if shape.segment:
             program = model_program(self._directory.models[shape.model], shape)
             engine.scratch_bytes = tensorrt_scratch(program, self.compute_dtype)
         return engine
@@ -226,26 +225,7 @@ def planned_engines(
     # Which kernels run a shape may depend on a block's shared memory, here the least of any GPU's; scratch hardly.
     backend = AbsentBackend(models, limits, dtype, packed, absent_gpu("sm_90", 1, min(SHARED_MEMORY.values())))
     for shape in limits.engine_shapes():
-        if shape.phase == "encode" or (shape.phase == "prefill" and shape.tokens >= limits.prefill_chunk):
+        is_largest = shape.phase == "encode" or (shape.phase == "prefill" and shape.tokens >= limits.prefill_chunk)
+        if is_largest and backend.executors.problem(shape) is None:
             backend.load_engine(shape)
     return {"engine scratch": backend.scratch_bytes(), **CODE}
-
-
-def engine_shapes(limits: EngineLimits) -> list[EngineShape]:
-    """Every engine that may be loaded, of each kind with the most keys alone: those of the directory, those that verify
-    given candidates, and those that compute a text's logits."""
-    shapes = [*limits.engine_shapes()]
-    keys = limits.tree_key_ranges[-1]
-    given = {*GIVEN_TREES, *limits.verify_sizes}
-    shapes += [limits.base_shape("verify", batch, size, keys, size) for batch in limits.batches for size in given]
-    shapes += [
-        limits.base_shape("verify", 1, size, limits.key_ranges[-1], size)
-        for size in (MAX_TOKENS, limits.prefill_chunks[0])
-    ]
-    adapted = [limits.with_adapters(shape) for shape in shapes if shape.model == "base" and limits.has_lora]
-    widest: dict[EngineShape, EngineShape] = {}
-    for shape in (*shapes, *adapted):
-        kind = replace(shape, key_range=0)
-        if kind not in widest or shape.key_range > widest[kind].key_range:
-            widest[kind] = shape
-    return list(widest.values())

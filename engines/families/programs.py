@@ -12,9 +12,10 @@ from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeCo
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_program, draft_weights
+from edgellm.engines.model.expert_steps import for_kernels
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.segments import segments_of
+from edgellm.engines.model.segments import segment_of
 from edgellm.engines.model.sharding import Share, sharded
 from edgellm.engines.model.vision import VisionConfig
 
@@ -33,8 +34,9 @@ _MODELS: dict[type, tuple[str, Callable[[Any, EngineShape], Program], Callable[[
 def model_program(config: ModelConfig, shape: EngineShape, share: Share | None = None) -> Program:
     """The program of one engine, of the base the part that belongs to a rank's `share`; ValueError where `config` is
     not of the model that `shape` names, EngineError as `sharded` raises it."""
-    if shape.segment is not None:
-        return segments_of(model_program(config, replace(shape, segment=None)))[shape.segment].program
+    if shape.segment:
+        first, end = shape.segment
+        return segment_of(for_kernels(model_program(config, replace(shape, segment=()))), (first, end)).program
     name, program, _ = _MODELS[type(config)]
     if name != shape.model:
         raise ValueError(f"{shape.name} is no engine of a {type(config).__name__}")

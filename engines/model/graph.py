@@ -68,6 +68,7 @@ class ProgramGraph(Generic[Tensor]):
         """A linear layer, with LoRA adapters where the engine has them."""
         weights, shape = self.weights, self._program.shape
         bias = None if linear.bias is None else weights[linear.bias.name]
+        x = self.operations.to_compute(x)
         y = self.operations.linear(x, weights[linear.weight.name], bias)
         adapted = self._program.adapted.get(linear.name)
         if adapted is None:
@@ -101,14 +102,14 @@ class ProgramGraph(Generic[Tensor]):
         x = operations.concatenate(inputs, axis=2) if len(inputs) > 1 else inputs[0]
         if step.selects:
             x = operations.gather_rows(x, self.values["last_token_ids"])
-        y = self._linear(operations.to_compute(x), step.linear)
+        y = self._linear(x, step.linear)
         if step.activation is not None:
             y = operations.gated(y, step.activation) if step.gated else operations.activation(y, step.activation)
         if step.through is not None:
             width, whole = (self._program.kinds[each][0][-1] for each in (step.output, step.through))
             sizes = step.first, width, whole - step.first - width
             through = operations.split(self.values[step.through], sizes, axis=2)[1]
-            y = operations.to_compute(operations.multiply(operations.to_float32(y), through))
+            y = operations.to_compute(operations.multiply(operations.to_float32(y), operations.to_float32(through)))
         if step.scale != 1.0:
             y = operations.scale(operations.to_float32(y), step.scale)
         if step.cap:
@@ -117,7 +118,7 @@ class ProgramGraph(Generic[Tensor]):
         if step.into is not None:
             width, whole = step.linear.weight.shape[0], self._program.kinds[step.into][0][-1]
             behind = operations.split(self.values[step.into], (width, whole - width), axis=2)[1]
-            y = operations.concatenate((y, behind), axis=2)
+            y = operations.concatenate((y, operations.to_compute(behind)), axis=2)
         return y
 
     def _linear_residual(self, step: steps.LinearResidual | steps.AddResidual) -> Tensor:
@@ -189,7 +190,7 @@ class ProgramGraph(Generic[Tensor]):
         if not heads:
             self._write_rows(step)
             return None
-        projected, gate = given[step.value], None
+        projected, gate = operations.to_compute(given[step.value]), None
         if step.gated:
             pairs, rest = operations.split(projected, (2 * heads * size, 2 * kv_heads * size), axis=2)
             query, gate = operations.split(operations.split_heads(pairs, heads), (size, size), axis=3)
@@ -330,12 +331,12 @@ class ProgramGraph(Generic[Tensor]):
             added = operations.reshape(self.weights[other.name], (1, *other.shape))
         else:
             added = self.to_residual(self.values[other])
-        return operations.add(self.values[step.value], added)
+        return operations.add(self.to_residual(self.values[step.value]), added)
 
     def _norm_parts(self, step: steps.NormParts) -> Tensor:
         width = self._program.kinds[step.value][0][-1]
         widths = [norm.weight.shape[0] for norm in step.norms]
-        x, rest = self.values[step.value], width - sum(widths)
+        x, rest = self.operations.to_compute(self.values[step.value]), width - sum(widths)
         if step.squares is None:
             return self.normed_parts(x, step.norms, rest)
         *parts, behind = self.operations.split(x, [*widths, rest], axis=2)
@@ -350,7 +351,7 @@ class ProgramGraph(Generic[Tensor]):
         operations, (width,) = self.operations, step.norm.weight.shape
         x, rows = (operations.to_float32(self.values[each]) for each in step.reads)
         parts = self._program.kinds[step.value][0][-1] // width
-        normed = operations.merge_heads(self._norm(operations.split_heads(x, parts), step.norm))
+        normed = operations.to_float32(operations.merge_heads(self._norm(operations.split_heads(x, parts), step.norm)))
         return operations.scale(operations.add(normed, operations.scale(rows, step.scale)), TOKEN_SHARE)
 
 
@@ -375,7 +376,7 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     GatedNorm: ProgramGraph._gated_norm,
     steps.Reshape: lambda graph, step: graph.operations.reshape(graph.values[step.value], step.shape),
     steps.SideBySide: lambda graph, step: graph.operations.concatenate(
-        [graph.values[each] for each in step.values], axis=2
+        [graph.operations.to_compute(graph.values[each]) for each in step.values], axis=2
     ),
     TokenInputs: ProgramGraph._token_inputs,
 }

@@ -61,8 +61,9 @@ class EngineShape:
     `lora_slots` of them, each of rank `lora_rank`. Names a plan: `base.decode-b1-t1-l1024`, with adapters
     `base.decode-b1-t1-l1024.lora`.
 
-    Where kernels compute the attention, what stands between is in engines of their own: `segment` is the number of one
-    (see `segments.py`), whose number of key rows is no matter, as in `base.prefill-b1-t512-s2`.
+    Where TensorRT runs some steps of a shape and kernels the others, `segment` has the first of a run and the one
+    behind its last (see `segments.py`), as in `base.prefill-b1-t512-s3-9`; of a run without attention the number of key
+    rows is no matter.
 
     Of the encoders, "vision" and "audio", there is one phase, "encode": T rows of patches of one image, or of a window
     of speech. They are named `vision.encode-p1024` and `audio.encode-p104`.
@@ -80,7 +81,7 @@ class EngineShape:
     model: str = field(default="base", metadata=ADDED_LATER)
     lora_slots: int = field(default=0, metadata=ADDED_LATER)
     lora_rank: int = field(default=0, metadata=ADDED_LATER)
-    segment: int | None = field(default=None, metadata=ADDED_LATER, repr=False)
+    segment: tuple[int, ...] = field(default=(), metadata=ADDED_LATER, repr=False)
     kv_cache: str = field(default="compute", metadata=ADDED_LATER, repr=False)
     window_rows: int = field(default=0, metadata=ADDED_LATER, repr=False)
 
@@ -89,8 +90,9 @@ class EngineShape:
         """The stem of the plan's file name."""
         if self.phase == "encode":
             return f"{self.model}.{self.phase}-p{self.tokens}"
-        end = f"l{self.key_range}" if self.segment is None else f"s{self.segment}"
-        name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-{end}"
+        keys = f"l{self.key_range}" if self.key_range > 1 or not self.segment else ""
+        run = "s" + "-".join(map(str, self.segment)) if self.segment else ""
+        name = "-".join(filter(None, (f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}", keys, run)))
         return f"{name}.lora" if self.lora_slots else name
 
 

@@ -57,10 +57,11 @@ class Program:
 
     @cached_property
     def kinds(self) -> Edge:
-        """Shape and dtype of every value between the steps of a decoder; those of one name are alike."""
-        kinds, residual = self.inputs | self.outputs, "float32" if self.wide_residual else "compute"
+        """Shape and dtype of every value between the steps of a decoder, where kernels run them; those of one name are
+        alike."""
+        kinds = self.inputs | self.outputs
         for step in self.steps:
-            results = step.results(kinds, self.shape, residual)
+            results = step.results(kinds, self.shape, "float32")
             if step.keeps is not None and step.kept_value is not None:
                 results[step.keeps.target] = kinds[step.kept_value][0], "compute"
             for name, kind in results.items():

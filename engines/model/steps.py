@@ -292,7 +292,8 @@ class NormLinear(Step):
         if self.into is not None:
             return {self.output: kinds[self.into]}
         width = self.linear.weight.shape[0] // (2 if self.gated else 1)
-        return {self.output: (_selected(self.selects, kinds[self.kept_value][0], width, shape), "compute")}
+        rows, dtype = kinds[self.kept_value][0], "float32" if self.activation is None else "compute"
+        return {self.output: (_selected(self.selects, rows, width, shape), dtype)}
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.steps.launching import StepKernels
-from edgellm.engines.backends.steps.table import kernel_choice
+from edgellm.engines.backends.steps.table import kernel_choice, passes, step_program
 from edgellm.engines.building.needed_kernels import AbsentModule
-from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.segments import segment_shapes
 from edgellm.engines.model.sharding import Share
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -60,25 +57,22 @@ def prepare(
     dtype: str = "float16",
     packed: Mapping[str, DeviceLayout] = MappingProxyType({}),
     share: Share | None = None,
-) -> str:
-    """Let the engine of a shape, or of a rank's share, prepare its launches, on weights that are `packed` or dense; its
-    name."""
+    planned: Collection[str] = (),
+) -> None:
+    """Let the engine of a shape, or of a rank's share, prepare its launches, on weights that are `packed` or dense;
+    `planned` are the titles of steps that TensorRT runs."""
     few, many = CudaDecodeKernels(module, dtype, config.head_dim), CudaTiledKernels(module, dtype)
     prompts: dict[str, Any] = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
     prompts["experts"] = CudaSortedExperts(module, dtype)
     if share is not None:
         prompts["rank"] = CudaRank(module, dtype, RanksArgument(own=share[0], count=share[1], blocks=64))
     kernels = StepKernels(few, many, recurrent=CudaRecurrent(module), encoder=CudaEncoder(module), **prompts)
-    choice, _ = kernel_choice(config, shape, dtype, module.shared_limit, packed=packed, share=share)
-    if choice is not None:
-        engine: Any = KernelEngine(kernels, choice, config, shape, dtype, packed, share=share)
-    else:
-        program = model_program(config, shape)
-        engines: Any = {
-            part.segment: SimpleNamespace(takes_packed=False, scratch_bytes=0, attach=lambda *arguments: None)
-            for part in segment_shapes(program)
-        }
-        engine = SplitEngine(kernels, program, engines, dtype, packed)
+    choice, reason = kernel_choice(config, shape, dtype, module.shared_limit, packed, share=share, planned=planned)
+    assert choice is not None, reason
+    parts = [step_program(config, part, packed, share) for _, part in passes(shape)]
+    shapes = [plan.plan_shape(part) for plan in choice.plans for part in parts]
+    plan = SimpleNamespace(scratch_bytes=0, attach=lambda *arguments: None)
+    kernels = kernels._replace(plans=dict.fromkeys(shapes, plan))
+    engine = KernelEngine(kernels, choice, config, shape, dtype, packed, share=share)
     engine.attach(DEVICE, DeviceArray(1 << 20, (engine.scratch_bytes,), "uint8"))
     engine.load_kernels(dict.fromkeys(engine.tensors) | packed)
-    return "kernels" if choice is not None else "split"

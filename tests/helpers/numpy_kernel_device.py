@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,14 @@ from experts_twin import NumpyExperts
 from prefill_twin import NumpyPrefill
 
 from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.steps.launching import StepKernels
-from edgellm.engines.backends.steps.table import kernel_choice
-from edgellm.engines.families.programs import ModelConfig
+from edgellm.engines.backends.steps.table import kernel_choice, passes, step_program
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.sharding import Share
 from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
@@ -43,6 +46,31 @@ class NumpyKernelDevice:
         np.copyto(target, source)
 
 
+class NumpySegment:
+    """A segment's engine, of NumPy; its inputs and outputs are apart, as TensorRT's must be, but for KV rows."""
+
+    scratch_bytes = 512
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._bound = program, {}
+        self.enqueued = 0
+
+    def attach(self, device: Any, scratch: np.ndarray) -> None:
+        assert scratch.nbytes >= self.scratch_bytes
+
+    def bind(self, bindings: Mapping[str, np.ndarray]) -> None:
+        edge = self._program.edge
+        assert bindings.keys() == edge.keys() and all(bindings[name].shape == edge[name][0] for name in edge)
+        self._bound.update(bindings)
+
+    def enqueue(self) -> None:
+        program, self.enqueued = self._program, self.enqueued + 1
+        outputs = [self._bound[name] for name in program.outputs]
+        inputs = [array for name, array in self._bound.items() if name not in program.outputs]
+        assert not any(np.shares_memory(one, other) for one in outputs for other in inputs)
+        ProgramGraph(NumpyOperations(self._bound, self._bound), program).run()
+
+
 class _Float32Engine(KernelEngine):
     """The twins compute in float32 what the GPU has in its compute dtype."""
 
@@ -64,16 +92,20 @@ def numpy_kernel_engine(
     packed: Mapping[str, PackedLayout] | None = None,
     share: Share | None = None,
     rank: Any = None,
+    planned: Collection[str] = (),
 ) -> KernelEngine:
     """An engine on the twins, by the implementation `way` of steps that it runs, else by the fastest; `packed` weights
     by name. The twins rotate any part of a head, the kernels by fours: what runs is what runs such a part. With a
-    `share` it is that of a rank, whose kernels are the `rank`."""
+    `share` it is that of a rank, whose kernels are the `rank`. `planned`: the titles of steps that segments run."""
     few, many = NumpyDecodeKernels(), NumpyTiledKernels()
     more: Any = {"any_rows": many, "prefill": NumpyPrefill(), "encoder": NumpyEncoder()}
     more |= {"experts": NumpyExperts(), "rank": rank}
     kernels: Any = StepKernels(few, many, recurrent=NumpyRecurrent(), **more)
     only = (way,) if way else ()
-    given: Any = {"packed": packed, "only": only, "share": share}
+    given: Any = {"packed": packed, "only": only, "share": share, "planned": planned}
     choice, reason = kernel_choice(by_fours(config), shape, "float16", _SHARED_LIMIT, **given)
     assert choice is not None, reason
+    parts = [step_program(config, part, packed, share) for _, part in passes(shape)]
+    shapes = [plan.plan_shape(part) for plan in choice.plans for part in parts]
+    kernels = kernels._replace(plans={each: NumpySegment(model_program(config, each)) for each in shapes})
     return _Float32Engine(kernels, choice, config, shape, "float16", packed, share=share)

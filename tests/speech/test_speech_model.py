@@ -22,7 +22,7 @@ from synthetic_sound import HALF_ROW, QUESTION, RATE, SECONDS, SPARSE, places, s
 from edgellm import LLM, Request
 from edgellm.built import read_built
 from edgellm.commands.info import directory_facts
-from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal, plan_refusal
+from edgellm.engines.backends.executors import SHARED_MEMORY, Executors, kernel_refusal
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
@@ -345,7 +345,7 @@ def test_kernels_and_memory_of_the_encoder_are_prepared(speech_engines: Path) ->
     parameters = sum(math.prod(spec.shape) for spec in model_weights(directory.models["audio"]))
     assert memory["audio weights"] == 2 * parameters
     assert kernel_refusal(directory.models["audio"], shape, "float16", 99 << 10) is None
-    refusal = plan_refusal(directory.models["audio"], shape, "float32", 0, False)
+    refusal = Executors(directory.models, directory.limits, "float32", 0).problem(shape)
     assert "TensorRT has nothing for convolutions of encoders of speech" in (refusal or "")
 
 

@@ -15,9 +15,9 @@ from probes import state_traffic, weight_bytes
 
 from edgellm.device.boards import BOARDS
 from edgellm.device.forecast import CLOCKS, REACHED, Clocks, Cost, round_shapes, step_cost
-from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_program
+from edgellm.engines.model.expert_steps import for_kernels
 
 ORIN = BOARDS["orin"]
 

@@ -251,8 +251,8 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
         for kind, only in (("step", (FewRows,)), ("tiled step", (ManyRows,)), ("chosen step", ())):
             phase = "decode" if rows == 1 else "verify"
             shape = EngineShape(phase, 1, rows, capacity, capacity, rows, kv_cache=kv_cache)
-            name, limit, gpu = f"{kind}, {context} {kv_cache}", bench.module.shared_limit, bench.tiled.gpu
-            choice, refusal = kernel_choice(LLAMA, shape, "float16", limit, gpu, only=only)
+            name, gpu = f"{kind}, {context} {kv_cache}", bench.tiled.gpu
+            choice, refusal = kernel_choice(LLAMA, shape, "float16", gpu, only=only)
             if choice is None or (only and not any(isinstance(each, only) for each in choice.implementations)):
                 print(f"{name:32s} {rows:3d} rows run elsewhere, or on TensorRT: {refusal}", flush=True)
                 continue

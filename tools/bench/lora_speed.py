@@ -143,7 +143,7 @@ class Steps:
     def engine(self, shape: EngineShape, taken: bool) -> KernelEngine:
         """An engine that has run once; `taken`: every sequence takes an adapter, each another one."""
         bench, batch, rows = self.bench, shape.batch, shape.tokens
-        choice, reason = kernel_choice(LLAMA, shape, "float16", bench.module.shared_limit, bench.tiled.gpu)
+        choice, reason = kernel_choice(LLAMA, shape, "float16", bench.tiled.gpu)
         if choice is None:
             raise SystemExit(f"{shape.name} does not run on kernels: {reason}")
         kernels = StepKernels(bench.kernels, bench.tiled, bench.tiled.gpu)

@@ -34,18 +34,17 @@ from provenance import provenance
 
 from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.executors import Executors
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
-from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
@@ -175,7 +174,7 @@ def segment_engine(bench: Bench, config: DecoderConfig, shape: EngineShape, wide
 
 def time_linears(bench: Bench, name: str, config: DecoderConfig, chunk: int, wide: bool = True) -> None:
     """The engine between the attention of two middle layers, with the weights of some layers in turn."""
-    shape = EngineShape("prefill", 1, chunk, 1, 1, segment=2)
+    shape = EngineShape("prefill", 1, chunk, 1, 1, segment=(7, 11))
     engine = segment_engine(bench, config, shape, wide)
     scratch = bench.device.empty((engine.scratch_bytes,), "uint8")
     engine.attach(bench.device, scratch)
@@ -223,12 +222,8 @@ def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int
     for chunk in chunks:
         shape = EngineShape("prefill", 1, chunk, KV_ROWS, KV_ROWS)
         program = model_program(config, shape)
-        parts = {
-            part.segment: kernel_engine(bench, config, part) or segment_engine(bench, config, part, wide=True)
-            for part in segment_shapes(program)
-        }
-        kernels = StepKernels(None, None, prefill=bench.prefill)
-        engines = [SplitEngine(kernels, program, parts, "float16", names) for names in ((), layers)]
+        layouts = {key: packed[key].layout for key in layers}
+        engines = [kernel_engine(bench, config, shape, own, by_plan=True) for own in (None, layouts)]
         for start in (0, chunk):
             time_steps(bench, f"{name} {chunk} tokens behind {start}", engines, (weights, packed), start)
         by_kernels = kernel_engine(bench, config, EngineShape("prefill", 1, KERNEL_ROWS[-1], KV_ROWS, KV_ROWS))
@@ -245,13 +240,7 @@ def time_prompts(bench: Bench, name: str, config: DecoderConfig, chunks: list[in
         ways = {"kernels_ms": (kernel_engine(bench, config, shape), weights)}
         ways["packed_ms"] = kernel_engine(bench, config, shape, layouts), packed
         if not kernels_only and find_tensorrt() is not None and chunk > 64:
-            program = model_program(config, shape)
-            parts = {
-                part.segment: kernel_engine(bench, config, part) or segment_engine(bench, config, part, wide=True)
-                for part in segment_shapes(program)
-            }
-            kernels = StepKernels(None, None, prefill=bench.prefill)
-            ways["tensorrt_ms"] = SplitEngine(kernels, program, parts, "float16"), weights
+            ways["tensorrt_ms"] = kernel_engine(bench, config, shape, by_plan=True), weights
         for start in (0, 2000):
             numbers = {}
             for way, (engine, own) in ways.items():
@@ -327,15 +316,21 @@ def report_dequantizing(
 
 
 def kernel_engine(
-    bench: Bench, config: DecoderConfig, shape: EngineShape, packed: dict[str, DeviceLayout] | None = None
+    bench: Bench,
+    config: DecoderConfig,
+    shape: EngineShape,
+    packed: dict[str, DeviceLayout] | None = None,
+    by_plan: bool = False,
 ) -> Any:
-    """That of a step, or of a segment of few rows; None for others."""
-    module, limit, gpu = bench.module, bench.module.shared_limit, capacity_of(bench.module)
-    choice = kernel_choice(config, shape, "float16", limit, gpu, packed)[0]
-    if choice is None:
-        return None
+    """That of a step, on kernels or with TensorRT between attention."""
+    module, gpu, asked = bench.module, capacity_of(bench.module), "tensorrt" if by_plan else "auto"
+    ways = Executors({"base": config}, EngineLimits(), "float16", gpu.shared_limit, executor=asked)
+    choice = kernel_choice(config, shape, "float16", gpu, packed, planned=ways.planned(shape) or ())[0]
+    assert choice is not None
     few, many = CudaDecodeKernels(module, "float16", config.head_dim), CudaTiledKernels(module, "float16")
     kernels = StepKernels(few, many, gpu, any_rows=CudaPromptLinear(module, "float16"), prefill=bench.prefill)
+    plans = {part: segment_engine(bench, config, part, wide=True) for part in ways.plans(shape)}
+    kernels = kernels._replace(plans=plans)
     return KernelEngine(kernels, choice, config, shape, "float16", packed)
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig
@@ -20,10 +19,7 @@ from edgellm.kernels.quantization.row_runs import PackedLayout
 
 
 def executor_name(engine: Any) -> str:
-    """What runs an engine's steps: hand-written kernels of few or many rows, TensorRT, or TensorRT around attention by
-    kernels."""
-    if isinstance(engine, SplitEngine):
-        return engine.name
+    """What runs an engine's steps: hand-written kernels of few or many rows, TensorRT, or both."""
     return " and ".join(engine.choice.names) if isinstance(engine, KernelEngine) else "TensorRT"
 
 
@@ -78,8 +74,8 @@ def state_traffic(config: DecoderConfig, limits: EngineLimits, dtype: str, token
 def enqueue_replaced(replacement: Callable[[Any], None] | None) -> Iterator[list[Any]]:
     """Meanwhile engines are listed as they are enqueued; with a `replacement` that is called instead of them."""
     listed: list[Any] = []
-    kinds = (TensorRTEngine, KernelEngine, SplitEngine)
-    running: list[Any] = []  # engines that a split one enqueues are not listed themselves
+    kinds = (TensorRTEngine, KernelEngine)
+    running: list[Any] = []  # those of runs of steps are not listed themselves
     originals = {kind: kind.enqueue for kind in kinds}
 
     def patched(kind: type) -> Callable[[Any], None]:

@@ -26,8 +26,12 @@ class Implementation(Generic[StepKind]):
 
     #: For messages: "kernels of few rows".
     name = "kernels"
-    #: Whether it reads the engine's `attention_mask`.
-    reads_mask = False
+    #: Whether it reads the engine's `attention_mask`, and in decode steps, too.
+    reads_mask = reads_decode_mask = False
+
+    def lead(self, number: int) -> int:
+        """With which step of a program, by number, it runs that of a `number`."""
+        return number
 
     def suits(self, step: StepKind, program: Program) -> bool:
         """Whether it is made for so many rows, or such weights, as a step has."""
@@ -89,7 +93,8 @@ def kept_scratch(step: Step, program: Program) -> Edge:
 
 def packed_layout(step: Step, program: Program) -> PackedLayout | None:
     """How a step's weight is packed, if it is: that of a linear layer, or of a layer of experts."""
-    return next((program.packed[each.name] for each in step.weights if each.name in program.packed), None)
+    packed = program.packed
+    return next((packed[each.name] for each in step.weights if each.name in packed), None) if packed else None
 
 
 def too_large(needed: int, limit: int) -> str | None:

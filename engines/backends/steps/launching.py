@@ -4,11 +4,13 @@ a linear layer together."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Input, Keep, Linear, LinearResidual, Norm, NormLinear, Step
@@ -27,7 +29,8 @@ ELSEWHERE = " with what was added"
 class StepKernels(NamedTuple):
     """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; the GPU; and what a program may
     need beside them: kernels of recurrent layers, of linear layers of any number of rows, of prompts' attention, of
-    encoders, which have layer norms and activations of rows, of mixtures of experts, and of one of several ranks."""
+    encoders, which have layer norms and activations of rows, of mixtures of experts, and of one of several ranks; and
+    an engine's own of TensorRT's, by their shapes."""
 
     few: Any
     many: Any
@@ -38,6 +41,7 @@ class StepKernels(NamedTuple):
     encoder: Any = None
     experts: Any = None
     rank: Any = None
+    plans: Mapping[EngineShape, Any] = MappingProxyType({})
 
 
 class Waiting(NamedTuple):
@@ -80,6 +84,11 @@ class Launching:
         """A tensor at the engine's edge, or a value where it stands now."""
         return self._array(name + ELSEWHERE if name in self._elsewhere else name)
 
+    def moved(self, name: str) -> Array:
+        """The other place of a value, where it stands from now on."""
+        self._elsewhere ^= {name}
+        return self.array(name)
+
     def added(self) -> list[Any]:
         """The launch that adds what waits, if anything does."""
         if self.waits is None:
@@ -93,9 +102,8 @@ class Launching:
             return self.array(name), None
         (_, normed, factor), self.waits = self.waits, None
         residual = self.array(name)
-        self._elsewhere ^= {name}
         assert normed.weight is not None
-        added = AddedTo(residual, self.array(name), normed.weight, normed.epsilon, normed.offset, factor)
+        added = AddedTo(residual, self.moved(name), normed.weight, normed.epsilon, normed.offset, factor)
         return normed.values, added
 
     def found(self, what: str | WeightSpec | None) -> Array | None:

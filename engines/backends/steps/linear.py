@@ -300,7 +300,7 @@ class PromptRows(_AnyLinear):
     multiplies_low_apart = True
 
     def suits(self, step: Layer, program: Program) -> bool:
-        is_prompt = program.shape.phase in implementation.PROMPT_PHASES and program.shape.segment is None
+        is_prompt = program.shape.phase in implementation.PROMPT_PHASES
         return is_prompt and implementation.step_rows(step, program) > MAX_TILED_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:

@@ -6,16 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.backends.steps.experts import (
-    DownExperts,
-    DownPairs,
-    GateUpExperts,
-    GateUpPairs,
-    addition_of,
-    weights_of,
-)
+from edgellm.engines.backends.steps.experts import DownPairs, GateUpPairs, addition_of, weights_of
 from edgellm.engines.backends.steps.implementation import Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import Launching, StepKernels
+from edgellm.engines.model.expert_steps import DownExperts, GateUpExperts
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
+from edgellm.engines.backends.steps.plans import ByPlan
 from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SquaresOfParts, SumRanks
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
 from edgellm.engines.backends.steps.rows import (
@@ -25,11 +27,12 @@ from edgellm.engines.backends.steps.rows import (
 )
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
 from edgellm.engines.families.programs import ModelConfig, model_program
-from edgellm.engines.model import steps
+from edgellm.engines.model import expert_steps, steps
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.row_steps import TokenInputs
+from edgellm.engines.model.segments import planned_runs
 from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import Edge, without_layer
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
@@ -52,9 +55,9 @@ TABLE: dict[type[steps.Step], tuple[Implementation[Any], ...]] = {
     GatedDelta: (UpdateMatrices(),),
     SelectiveScan: (UpdateSpaces(),),
     GatedNorm: (NormGated(),),
-    experts.ChooseExperts: (experts.ChooseByRow(),),
-    experts.GateUpExperts: (GateUpSorted(), experts.GateUpPairs()),
-    experts.DownExperts: (DownSorted(), experts.DownPairs()),
+    expert_steps.ChooseExperts: (experts.ChooseByRow(),),
+    expert_steps.GateUpExperts: (GateUpSorted(), experts.GateUpPairs()),
+    expert_steps.DownExperts: (DownSorted(), experts.DownPairs()),
     steps.Reduce: (SumRanks(),),
     steps.SquareSums: (SquaresOfParts(),),
     steps.AddResidual: (AddNormed(),),
@@ -74,28 +77,40 @@ class Choice:
         return tuple(dict.fromkeys(each.name for each in self.implementations))
 
     @property
-    def reads_mask(self) -> bool:
+    def plans(self) -> tuple[ByPlan, ...]:
+        """What runs steps by TensorRT, each once."""
+        return tuple(dict.fromkeys(each for each in self.implementations if isinstance(each, ByPlan)))
+
+    @cached_property
+    def by_plan(self) -> frozenset[int]:
+        """The steps that these run, by number."""
+        return frozenset(number for plan in self.plans for number in range(*plan.run))
+
+    def reads_mask(self, phase: str) -> bool:
         """Whether a step reads the engine's `attention_mask`."""
-        return any(each.reads_mask for each in self.implementations)
+        return any(each.reads_decode_mask if phase == "decode" else each.reads_mask for each in self.implementations)
+
+    def leading(self, program: Program) -> Iterator[tuple[Implementation[Any], steps.Step]]:
+        """Each step of a program that is not run with one before it, and what runs it."""
+        for number, (way, step) in enumerate(zip(self.implementations, program.steps, strict=True)):
+            if way.lead(number) == number:
+                yield way, step
 
     def scratch(self, program: Program) -> Edge:
         """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside."""
         edge = program.inputs.keys() | program.outputs.keys()
-        pairs = zip(self.implementations, program.steps, strict=True)
-        each = (implementation.scratch(step, program) for implementation, step in pairs)
+        each = (implementation.scratch(step, program) for implementation, step in self.leading(program))
         inside = ({name: kind for name, kind in own.items() if name not in edge} for own in each)
         return {JOINED_INPUTS: ((0,), "compute")} | _largest(inside)
 
     def counters(self, program: Program) -> Edge:
         """Shape and dtype of what is zero between steps."""
-        pairs = zip(self.implementations, program.steps, strict=True)
-        return _largest(implementation.counters(step, program) for implementation, step in pairs)
+        return _largest(implementation.counters(step, program) for implementation, step in self.leading(program))
 
     def load_prompts(self, program: Program, kernels: StepKernels, step: int, are_packed: bool = False) -> None:
         """Compile and load what prompts of each number of tokens need, in steps of so many up to the program's: for the
         steps whose weights are packed, of which not all is known before they are loaded, or for the others."""
-        pairs = zip(self.implementations, program.steps, strict=True)
-        own = [pair for pair in pairs if (packed_layout(pair[1], program) is not None) == are_packed]
+        own = [pair for pair in self.leading(program) if (packed_layout(pair[1], program) is not None) == are_packed]
         needed = {(implementation, implementation.loads(each, program)) for implementation, each in own}
         for tokens in {*range(step, program.shape.tokens, step), program.shape.tokens}:
             for implementation, what in needed:
@@ -118,42 +133,72 @@ def kernel_choice(
     config: ModelConfig,
     shape: EngineShape,
     dtype: str,
-    shared_limit: int,
-    capacity: Capacity | None = None,
+    gpu: Capacity | int,
     packed: Mapping[str, PackedLayout] | None = None,
     only: Collection[type[Implementation[Any]]] = (),
     share: Share | None = None,
+    planned: Collection[str] = (),
 ) -> tuple[Choice | None, str]:
-    """The fastest implementation of each step of a shape where blocks may have `shared_limit` bytes of shared memory;
-    or None, and the first step of the program that none can run, with the reason.
+    """The fastest implementation of each step of a shape on a `gpu`; or None, and the first step of the program that
+    none can run, with the reason.
 
-    `capacity` says which is the fastest: by itself an H200 whose blocks have that limit. `packed` are the weights that
-    are read packed, by name. `only`: of linear layers these implementations alone, where one of them takes the step. A
-    step of more rows than one launch takes runs in passes, each of some of its sequences. `share`: of one rank.
+    A number as `gpu` is an H200 whose blocks have so many bytes of shared memory. `packed` are the weights that are
+    read packed, by name. `only`: of linear layers these implementations alone, where one of them takes the step. A step
+    of more rows than one launch takes runs in passes, each of some of its sequences. `share`: of one rank. `planned`
+    are the titles of steps that TensorRT runs.
     """
+    if (reason := whole_refusal(shape, dtype)) is not None:
+        return None, reason
+    program = step_program(config, shape, packed, share)
+    return choose(program, Capacity(shared_limit=gpu) if isinstance(gpu, int) else gpu, only, planned)
+
+
+def whole_refusal(shape: EngineShape, dtype: str) -> str | None:
+    """Why kernels of decoders run no step of a shape; None if they may."""
     if dtype not in ("float16", "bfloat16"):
-        return None, f"kernels compute in float16 and bfloat16, not {dtype}"
+        return f"kernels compute in float16 and bfloat16, not {dtype}"
     if shape.phase == "encode":
-        return None, "encoders have kernels of their own"
-    program = experts.for_kernels(replace(model_program(config, passes(shape)[-1][1], share), packed=packed or {}))
-    rows = most_rows(program)
-    if rows > MAX_TILED_ROWS and (shape.phase not in PROMPT_PHASES or shape.segment is not None):
-        return None, f"kernels take up to {MAX_TILED_ROWS} rows, not {rows}"
-    return choose(program, capacity or Capacity(shared_limit=shared_limit), shared_limit, only)
+        return "encoders have kernels of their own"
+    part = passes(shape)[-1][1]
+    if shape.phase not in PROMPT_PHASES and (rows := part.batch * part.tokens) > MAX_TILED_ROWS:
+        return f"kernels take up to {MAX_TILED_ROWS} rows, not {rows}"
+    return None
+
+
+def step_program(
+    config: ModelConfig,
+    shape: EngineShape,
+    packed: Mapping[str, PackedLayout] | None = None,
+    share: Share | None = None,
+) -> Program:
+    """The program whose steps are chosen: of the last pass of a shape, for kernels."""
+    program = replace(model_program(config, passes(shape)[-1][1], share), packed=packed or {})
+    return expert_steps.for_kernels(program)
 
 
 def choose(
-    program: Program, gpu: Capacity, limit: int, only: Collection[type[Implementation[Any]]] = ()
+    program: Program, gpu: Capacity, only: Collection[type[Implementation[Any]]] = (), planned: Collection[str] = ()
 ) -> tuple[Choice | None, str]:
     """See `kernel_choice`."""
     chosen: list[Implementation[Any]] = []
-    for step in program.steps:
-        possible, reason = _possible(step, program, limit)
+    plans = (
+        ByPlan(*runs, bool(steps.stateful(program.steps[slice(*runs[0])])))
+        for runs in planned_runs(program, planned).items()
+    )
+    by_step = {number: plan for plan in plans for number in range(*plan.run)}
+    for number, step in enumerate(program.steps):
+        possible, reason = ([by_step[number]], "") if number in by_step else _possible(step, program, gpu.shared_limit)
         if not possible:
             return None, f"kernels cannot run {step.title}: {reason}"
         preferred = [each for each in possible if type(each) in only] or possible
         chosen.append(_fastest(preferred, step, program, gpu))
     return Choice(tuple(chosen)), ""
+
+
+def refused_steps(program: Program, limit: int) -> dict[str, str]:
+    """The steps that no kernels run where blocks may have `limit` bytes of shared memory, by title, and why."""
+    tried = ((step.title, _possible(step, program, limit)) for step in program.steps)
+    return {title: reason for title, (possible, reason) in tried if not possible}
 
 
 def _fastest(

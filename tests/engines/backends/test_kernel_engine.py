@@ -35,18 +35,17 @@ from packed_weights import random_packed
 from edgellm.engines.backends import kernel_engine
 from edgellm.engines.backends.steps import table
 from edgellm.engines.backends.steps.attention import FewTokens
-from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import TABLE, choose, kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.encoder_steps import Product
+from edgellm.engines.model.expert_steps import for_kernels
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.row_steps import TOKEN_ROWS
-from edgellm.engines.model.segments import segments_of
 from edgellm.engines.model.sharding import sharded
-from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLinear, Reshape, Step
+from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLinear, Step
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
@@ -175,7 +174,7 @@ def test_mixtures_of_experts_are_bound_and_prepared(family: str) -> None:
             arrays = random_model(config, batch, 128, [3] * batch, parents)
             assert Loaded(gpu, config, step_shape(arrays, 128), arrays, "float16").engine._prepare()
     for tokens in (16, 65, 300):
-        assert prepare(module, config, EngineShape("prefill", 1, tokens, 320, 320), "bfloat16") == "kernels"
+        prepare(module, config, EngineShape("prefill", 1, tokens, 320, 320), "bfloat16")
     assert sum("experts" in source.name for source in module.sources) >= 6
 
 
@@ -356,7 +355,7 @@ def test_the_gpu_decides_which_kernels_run_the_layers_of_llama_1b(gpu: Capacity,
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
     config = replace(LLAMA, vocab_size=128_256, num_layers=16, **sizes)
     shape = EngineShape("decode" if tokens == 1 else "verify", 1, tokens, 64, 64)
-    choice, _ = kernel_choice(config, shape, "float16", gpu.shared_limit, gpu)
+    choice, _ = kernel_choice(config, shape, "float16", gpu)
     assert choice is not None
     found = {each.name.split()[2] for each in choice.implementations if each.name.endswith("rows")}
     assert found == set(expected.split())
@@ -384,17 +383,16 @@ def test_kernels_run_every_step_of_a_draft_of_llama_1b(changes: dict, shape: dic
 def test_an_unknown_step_is_named_and_a_choice_among_few_is_kept_to() -> None:
     program = model_program(LLAMA, EngineShape("decode", 1, 1, 64, 64))
     steps = (Product("inputs_embeds", "inputs_embeds", program.steps[0].linear.weight, 1.0), *program.steps)
-    assert choose(replace(program, steps=steps), Capacity(), H200)[1] == (
+    assert choose(replace(program, steps=steps), Capacity())[1] == (
         "kernels cannot run the step Product to inputs_embeds: there is no kernel for it"
     )
     for way in (FewRows, ManyRows):
-        choice, _ = choose(program, Capacity(), H200, (way,))
+        choice, _ = choose(program, Capacity(), (way,))
         assert choice is not None and {type(each) for each in choice.implementations} == {FewTokens, way}
 
 
 def test_every_kind_of_step_that_models_hold_has_an_implementation() -> None:
-    """Decoders and drafts, whole and in segments; and none is there for nothing. A segment that ends with a copy gives
-    out what its last linear layer rounds, which kernels leave to TensorRT. Experts are several of them."""
+    """Decoders and drafts; and none is there for nothing. Experts are several of them."""
     known = {kind for kind in Step.__subclasses__() if {"results", "gives"} & vars(kind).keys()} - {Experts}
     assert known <= TABLE.keys() and all(TABLE.values())
     found = set[type[Step]]()
@@ -402,20 +400,19 @@ def test_every_kind_of_step_that_models_hold_has_an_implementation() -> None:
     for config in (FAMILIES | SCALED | RECURRENT | MIXED | {"deepstack": replace(LLAMA, deepstack_layers=1)}).values():
         for features in ((), (1, 2)):
             programs = [model_program(replace(config, feature_layers=features), shape) for shape in base]
-            programs += [segment.program for segment in segments_of(programs[-1])]
             if config in (LLAMA, SCALED["gemma2"], SCALED["olmo2"]):
                 programs += [sharded(programs[0], 0, 2).program]
             found |= {type(step) for program in programs for step in for_kernels(program).steps}
     for draft in DRAFTS.values():
         shapes = [draft_shape(phase, 1, 8, 64) for phase in ("prefill", "accept", "propose")]
         found |= {type(step) for shape in shapes for step in for_kernels(model_program(draft, shape)).steps}
-    assert found - {Reshape} == TABLE.keys()
+    assert found == TABLE.keys()
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_a_step_that_fused_kernels_refuse_leaves_all_others_theirs(tokens: int) -> None:
     program = model_program(FAMILIES["qwen2"], EngineShape("verify", 1, tokens, 64, 64, tokens))
-    before, _ = choose(program, Capacity(), H200)
+    before, _ = choose(program, Capacity())
     assert before is not None
     for place, step in enumerate(program.steps):
         if not isinstance(step, NormLinear):
@@ -423,7 +420,7 @@ def test_a_step_that_fused_kernels_refuse_leaves_all_others_theirs(tokens: int) 
         norm = step.inputs[0].norms[0]
         behind = Input(step.inputs[0].value, (replace(norm, bias=replace(norm.weight, name="bias")),))
         steps = (*program.steps[:place], replace(step, inputs=(behind,)), *program.steps[place + 1 :])
-        found, reason = choose(replace(program, steps=steps), Capacity(), H200)
+        found, reason = choose(replace(program, steps=steps), Capacity())
         assert found is not None, reason
         pairs = enumerate(zip(found.implementations, before.implementations, strict=True))
         assert all(own is other for number, (own, other) in pairs if number != place)
@@ -471,7 +468,7 @@ def test_features_are_kept_where_what_is_added_is_normed(
 def test_what_no_launch_computes_is_refused(changes: dict[str, Any], reason: str) -> None:
     program = model_program(SCALED["starcoder2"], EngineShape("decode", 1, 1, 64, 64))
     steps = [replace(step, **changes) if getattr(step, "activation", None) else step for step in program.steps]
-    choice, found = choose(replace(program, steps=tuple(steps)), Capacity(), H200)
+    choice, found = choose(replace(program, steps=tuple(steps)), Capacity())
     assert choice is None and reason in found
 
 
@@ -485,5 +482,5 @@ def test_layer_norms_of_parts_are_refused() -> None:
         for each in step.inputs
     ]
     steps = (*program.steps[:place], replace(step, inputs=tuple(inputs)), *program.steps[place + 1 :])
-    choice, found = choose(replace(program, steps=steps), Capacity(), H200)
+    choice, found = choose(replace(program, steps=steps), Capacity())
     assert choice is None and "layer norms are of whole inputs, not of parts side by side" in found

@@ -20,11 +20,10 @@ from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import choose, kernel_choice
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import ModelConfig, model_program
-from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.steps import Attention, NormLinear
+from edgellm.engines.model.steps import Attention
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, columns, linear, norms, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
@@ -127,7 +126,7 @@ def prepared(
 
 def taken(config: ModelConfig, shape: EngineShape, gpu: Capacity, **packed: Any) -> str:
     """Which kernels take the most of a step's linear layers: "few", "many", "packed rows"."""
-    choice, reason = kernel_choice(config, shape, "float16", gpu.shared_limit, gpu, **packed)
+    choice, reason = kernel_choice(config, shape, "float16", gpu, **packed)
     assert choice is not None, reason
     names = [each.name for each in choice.implementations if each.name.endswith("rows")]
     return Counter(names).most_common(1)[0][0].split()[2]
@@ -231,7 +230,7 @@ def test_what_a_gpu_is_estimated_to_take_decides() -> None:
 
     def layers_of_few(capacity: Capacity) -> int:
         shapes = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in range(1, 17))
-        choices = [kernel_choice(WIDE, shape, "float16", capacity.shared_limit, capacity)[0] for shape in shapes]
+        choices = [kernel_choice(WIDE, shape, "float16", capacity)[0] for shape in shapes]
         return sum(
             each.name == "kernels of few rows" for choice in choices if choice for each in choice.implementations
         )
@@ -250,7 +249,7 @@ def packed_layers(config: DecoderConfig = WIDE) -> dict[str, DeviceLayout]:
 def test_packed_layers_and_a_dense_head_are_chosen_for_apart(tokens: int) -> None:
     shape, config = EngineShape("verify", 1, tokens, 64, 64, tokens), replace(WIDE, vocab_size=128_256)
     for gpu in (Capacity(), Capacity(16, ORIN, False, "sm_87")):
-        choice, _ = kernel_choice(config, shape, "float16", gpu.shared_limit, gpu, packed_layers())
+        choice, _ = kernel_choice(config, shape, "float16", gpu, packed_layers())
         assert choice is not None and "kernels of packed rows" in choice.names
         few = tokens <= 2 and gpu.has_clusters
         assert choice.implementations[-1].name == f"kernels of {'few' if few else 'many'} rows"
@@ -336,25 +335,6 @@ def test_what_no_linear_layer_knows_is_a_launch_of_its_own(launches: list, packe
     assert normed["norm"] == 2 * layers + 1 and normed.total() == plain.total() + normed["norm"]
 
 
-@pytest.mark.parametrize("way", [FewRows, ManyRows])
-def test_the_residual_stream_between_segments_is_rounded(
-    launches: list, way: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a layer without a norm before it is the first of a segment, which takes float32."""
-    monkeypatch.setattr(segments, "MOST_WEIGHTS", 1)
-    config = replace(WIDE, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True)
-    whole = EngineShape("prefill", 1, 16, 64, 64)
-    gated = [
-        replace(whole, segment=segment.number, key_range=1, kv_rows=1)
-        for segment in segments.segments_of(model_program(config, whole))
-        if isinstance(step := segment.program.steps[0], NormLinear) and step.gated
-    ]
-    prepared(config, gated[0], H200, True, way)
-    names = [name for name, *_ in launches]
-    assert len(names) == 1 if way is FewRows else ["decode::norm<" in name for name in names] == [True, False]
-    assert ("false, false" in names[0]) == (way is FewRows)
-
-
 @GPUS
 @pytest.mark.parametrize("head", DRAFTS)
 def test_every_shape_of_a_draft_is_prepared(launches: list, head: str, shared_limit: int, has_clusters: bool) -> None:
@@ -434,5 +414,5 @@ def test_no_linear_layer_of_usual_models_needs_more_memory_than_devices_have(
         steps = tuple(step for step in program.steps if not isinstance(step, Attention))
         inputs = program.inputs | {"context": program.kinds["context"]}
         linear_layers = replace(program, steps=steps, inputs=inputs)
-        choice, reason = choose(linear_layers, Capacity(shared_limit=shared_limit), shared_limit)
+        choice, reason = choose(linear_layers, Capacity(shared_limit=shared_limit))
         assert choice is not None, (shape, reason)

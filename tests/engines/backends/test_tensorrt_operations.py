@@ -20,7 +20,7 @@ from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.operations import Scoring
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.segments import segments_of
+from edgellm.engines.model.segments import planned_runs, segment_of
 from edgellm.engines.model.vision import ACTIVATIONS
 
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -216,8 +216,8 @@ def test_older_releases_run_segments_and_are_asked_for_nothing_else(
         network = trt.Builder(trt.Logger()).create_network(0)
         ProgramGraph(TensorRTOperations(trt, _Older(network), "float16", "composed"), program).run()
 
-    for segment in segments_of(program):
-        emit(segment.program)
+    for run in planned_runs(program, {step.title for step in program.steps if not step.cuts}).values():
+        emit(segment_of(program, run).program)
     with pytest.raises(EngineError, match=r"has no add_rotary_embedding, which 10\.15 has: kernels run such layers"):
         emit(program)
     older = SimpleNamespace(INetworkDefinition=SimpleNamespace(add_select=None), __version__="10.3.0")
@@ -227,7 +227,7 @@ def test_older_releases_run_segments_and_are_asked_for_nothing_else(
     every = planned_shapes({"base": LLAMA}, limits, "float16", "sm_87", needless=True)
     monkeypatch.setattr(platform, "_search", lambda: (found, ""))
     planned = planned_shapes({"base": LLAMA}, limits, "float16", "sm_87", needless=True)
-    assert planned == [shape for shape in every if shape.segment is not None] and len(planned) < len(every)
+    assert planned == [shape for shape in every if shape.segment] and len(planned) < len(every)
 
 
 def test_an_engine_without_a_runtime_configuration_gets_memory_of_ours_too() -> None:

@@ -99,7 +99,7 @@ def test_build_makes_every_plan(built: Path, tiny_draft: Path) -> None:
 
 def test_refresh_builds_only_what_is_missing(built: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(built, tmp_path / "copy"))
-    lost = [next((copy / "plans").rglob(f"{name}.engine")) for name in ("draft.propose-b1-t4-*", "draft.prefill-*-s1")]
+    lost = [next((copy / "plans").rglob(f"{name}.engine")) for name in ("draft.propose-b1-t4-*", "base.decode-b1-t1-*")]
     for plan in lost:
         plan.unlink()
     assert not any(built.seconds for built in refresh_plans(copy, ["sm_86"]).plans)  # kernels take what is lost
@@ -126,7 +126,7 @@ def test_info_shows_the_draft(built: Path) -> None:
         "layers 1, 2",
         "shares the base's embedding",
         "trees up to 4 wide",
-        "none needed and 13 for --executor tensorrt alone",
+        f"none needed and {len([*built.rglob('*.engine')])} for --executor tensorrt alone",
         "kernels: base decode 1; base prefill 16; base verify 8, 16; draft accept 4; draft propose 1, 4; draft prefill",
     ):
         assert words in text

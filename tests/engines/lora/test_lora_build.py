@@ -141,9 +141,8 @@ def test_a_build_from_the_command_line(
     library = load_tensorrt()
     platform = Platform("sm_86", library.flavour, library.version)
     planned = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_86", needless=True)
-    prefill = "base.prefill-b1-t16"
-    names = {f"{prefill}-s{segment}{kind}" for kind in ("", ".lora") for segment in range(3)}
-    assert names <= {shape.name for shape in planned}
+    assert {shape.phase for shape in planned} == {"decode"}  # TensorRT runs chunks of many rows alone
+    adapted = next(shape.name for shape in planned if shape.lora_slots)
     for shape in planned:
         plan, was_built = load_or_build_plan(directory, shape, platform)
         assert len(plan) > 10_000
@@ -159,9 +158,9 @@ def test_a_build_from_the_command_line(
         assert words in listed.output
     facts = json.loads(edgellm("info", target, "--json").output)
     assert facts["lora"]["mlp"]["digest"] == directory.adapters["mlp"].digest
-    (target / "plans" / platform.folder / f"{prefill}-s1.lora.engine").unlink()
+    (target / "plans" / platform.folder / f"{adapted}.engine").unlink()
     report = refresh_plans(target, ["sm_86"], all_plans=True)
-    assert [plan.shape.name for plan in report.plans if plan.seconds] == [f"{prefill}-s1.lora"]
+    assert [plan.shape.name for plan in report.plans if plan.seconds] == [adapted]
 
 
 def test_a_rank_alone_leaves_room_for_adapters(tiny_checkpoint: Path, tmp_path: Path) -> None:

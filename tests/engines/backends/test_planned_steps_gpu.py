@@ -1,8 +1,9 @@
-"""Split engines on the GPU: TensorRT's segments and the kernels of attention against NumPy, and long prompts."""
+"""Steps that TensorRT runs between kernels on the GPU, against NumPy: of prompts and of every other step; and long
+prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -12,16 +13,16 @@ import numpy as np
 import pytest
 from decode_models import FAMILIES, LLAMA, SCALED, TOLERANCE, random_adapters, random_model, step_kernels
 from device_bits import from_bits, relative, rounded, to_bits
-from gpu_device import device_copy
-from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import packed_copy, random_packed
+from tiny_families import PROMPT, TOLERANCES
 
+from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.engines.backends.cuda_backend import CODE
+from edgellm.engines.backends.executors import Executors
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.platform import load_tensorrt
-from edgellm.engines.backends.split_engine import SplitEngine
-from edgellm.engines.backends.steps.table import kernel_choice
+from edgellm.engines.backends.steps.table import kernel_choice, passes, step_program
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building.builder import build_engine_directory
@@ -31,10 +32,8 @@ from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.segments import segment_shapes, segments_of
-from edgellm.engines.runners.comparison import open_runner
+from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu
@@ -50,8 +49,26 @@ MODELS: dict[str, DecoderConfig] = {
 }
 
 
+#: Of what kernels refuse some steps in every shape: attention; the layer behind each MLP; those of the hidden size.
+DECOYS: dict[str, DecoderConfig] = {
+    "attention": replace(LLAMA, head_dim=20, rotary_dim=20),
+    "down": replace(LLAMA, intermediate_size=100),
+    "hidden": replace(LLAMA, hidden_size=68),
+}
+REFUSED: dict[str, dict[str, Any]] = {"attention": {"head_dim": 20}, "down": {"intermediate_size": 100}}
+
+
+def plan_engine(gpu: Any, config: DecoderConfig, shape: EngineShape) -> TensorRTEngine:
+    """That of a run of steps."""
+    library = load_tensorrt()
+    plan = build_plan(config, shape, "float16", "composed", gpu.gpu.compute_capability)
+    cache: Any = SimpleNamespace(attach=lambda configuration: None)
+    return TensorRTEngine(library, library.module.Runtime(library.module.Logger()), plan, shape, cache)
+
+
 class OnDevice:
-    """A split engine, bound to copies of arrays."""
+    """An engine whose steps with some titles TensorRT runs, bound to copies of arrays: by default those between
+    attention, of many rows."""
 
     def __init__(
         self,
@@ -60,25 +77,22 @@ class OnDevice:
         shape: EngineShape,
         arrays: dict[str, np.ndarray],
         packed: Mapping[str, PackedWeight] = MappingProxyType({}),
+        planned: Collection[str] | None = None,
     ) -> None:
         self.gpu, self.dtype, self.bound = gpu, "float16", {}
-        library = load_tensorrt()
-        cache = SimpleNamespace(attach=lambda configuration: None)
-        runtime = library.module.Runtime(library.module.Logger())
-        program, engines = model_program(config, shape), {}
         limit, own = gpu.kernel_module.shared_limit, step_kernels(gpu.kernel_module, self.dtype, config.head_dim)
         self.bound |= {name: packed_copy(gpu, weight) for name, weight in packed.items()}
         layouts = {name: weight.layout for name, weight in self.bound.items()}
-        packed_of = {segment.number: segment.weights_of(layouts) for segment in segments_of(program)}
-        for part in segment_shapes(program):
-            assert part.segment is not None
-            choice = kernel_choice(config, part, self.dtype, limit, packed=packed_of[part.segment])[0]
-            if choice is not None:
-                engines[part.segment] = KernelEngine(own, choice, config, part, self.dtype, packed_of[part.segment])
-                continue
-            plan = build_plan(config, part, self.dtype, "composed", gpu.gpu.compute_capability)
-            engines[part.segment] = TensorRTEngine(library, runtime, plan, part, cache)
-        self.engine = SplitEngine(own, program, engines, self.dtype, packed)
+        program = model_program(config, shape)
+        if planned is None:
+            asked = Executors({"base": config}, EngineLimits(), self.dtype, limit, executor="tensorrt")
+            planned = asked.planned(shape) or ()
+        choice, reason = kernel_choice(config, shape, self.dtype, limit, layouts, planned=planned)
+        assert choice is not None and choice.plans, reason
+        parts = [step_program(config, part, layouts) for _, part in passes(shape)]
+        plans = {plan.plan_shape(part): None for plan in choice.plans for part in parts}
+        own = own._replace(plans={part: plan_engine(gpu, config, part) for part in plans})
+        self.engine = KernelEngine(own, choice, config, shape, self.dtype, layouts)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         self.engine.attach(gpu, self.scratch)
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN: nothing unwritten is read
@@ -90,6 +104,8 @@ class OnDevice:
                 gpu.upload(self.bound[name], to_bits(arrays[name], self.dtype) if kind == "compute" else arrays[name])
             elif not name.startswith("present_"):
                 self.bound[name] = gpu.zeros(size, self.dtype if kind == "compute" else kind)
+        if self.engine.reads_attention_mask:
+            gpu.upload(self.bound["attention_mask"], arrays["attention_mask"])
         self.engine.bind(self.bound | {f"present_{name}": self.bound[name] for name in program.states})
         self.engine.enqueue()
 
@@ -155,44 +171,50 @@ def test_large_layers_are_cut_between_their_matrices(gpu: Any, monkeypatch: pyte
         np.testing.assert_array_equal(found.values(name), dense.values(name), err_msg=name)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_rows_that_get_logits_go_on_by_kernels(gpu: Any, batch: int) -> None:
-    """Behind the last attention, over dense and over packed weights."""
-    config, shape = (
-        replace(LLAMA, vocab_size=200),
-        EngineShape("prefill", batch, 80, 160, 160, segment=LLAMA.num_layers),
-    )
-    program, limit = model_program(config, shape), gpu.kernel_module.shared_limit
-    random, host, packed = np.random.default_rng(3), dict[str, np.ndarray](), dict[str, PackedMatrix]()
-    for name, (size, kind) in program.edge.items():
-        values = random.standard_normal(size, np.float32)
-        host[name] = values if kind == "float32" else rounded({name: values}, "float16")[name]
-        if len(size) == 2 and name in program.weights:
-            weight = random_packed(*size, 32, True, "float16", 0.02, seed=len(packed))
-            host[name], packed[name] = weight.values(), packed_copy(gpu, weight)
-    host["last_token_ids"] = random.integers(0, 80, (batch, 1)).astype(np.int32)
-    twin = numpy_kernel_engine(config, shape)
-    twin.bind(host)
-    twin.attach(NumpyKernelDevice(), np.full(twin.scratch_bytes, 0xFF, np.uint8))
-    twin.enqueue()
-    arrays = {}
-    for name, (_, kind) in program.edge.items():
-        arrays[name] = device_copy(gpu, to_bits(host[name], "float16") if kind == "compute" else host[name])
-    kernels = step_kernels(gpu.kernel_module, "float16", config.head_dim)
-    found = []
-    for weights in ({}, packed):
-        layouts = {name: weight.layout for name, weight in weights.items()}
-        choice, reason = kernel_choice(config, shape, "float16", limit, packed=layouts)
-        assert choice is not None, reason
-        engine = KernelEngine(kernels, choice, config, shape, "float16", layouts)
-        scratch = gpu.empty((engine.scratch_bytes,), "uint8")
-        engine.attach(gpu, scratch)
-        gpu.upload(arrays["logits"], np.full((batch, 1, 200), np.nan, np.float32))
-        engine.bind(arrays | weights)
-        engine.enqueue()
-        found.append(gpu.download(arrays["logits"]))
-    assert relative(found[0], host["logits"]) < TOLERANCE["float16"]
-    np.testing.assert_array_equal(found[1], found[0])
+@pytest.mark.parametrize("name", DECOYS)
+@pytest.mark.parametrize(
+    "shape",
+    [("prefill", 1, 80), ("prefill", 1, 16), ("decode", 2, 1), ("decode", 8, 1), ("verify", 3, 30)],
+    ids=lambda shape: f"{shape[0]}-{shape[1]}-{shape[2]}",
+)
+def test_a_step_that_kernels_refuse_is_tensorrts(gpu: Any, name: str, shape: Any) -> None:
+    config, (phase, batch, tokens) = DECOYS[name], shape
+    selected = tokens if phase == "verify" else 1
+    shape, starts = EngineShape(phase, batch, tokens, 160, 160, selected), [13 + 5 * slot for slot in range(batch)]
+    arrays = rounded(random_model(config, batch, 160, starts, (None, *range(tokens - 1))), "float16")
+    if selected < tokens:
+        arrays["last_token_ids"] = np.array([[tokens - 3]] * batch, np.int32)
+    ways = Executors({"base": config}, EngineLimits(2, 80, 160), "float16", gpu.kernel_module.shared_limit)
+    found = OnDevice(gpu, config, shape, arrays, planned=ways.planned(shape))
+    expected = {key: array.copy() for key, array in arrays.items()}
+    ProgramGraph(NumpyOperations(expected, expected), model_program(config, shape)).run()
+    for key in ("logits", "k_cache_1", "v_cache_1"):
+        assert relative(found.values(key), expected[key]) < 2 * TOLERANCE["float16"], key
+    first = found.values("logits")
+    found.engine.enqueue()  # what was written is written again
+    np.testing.assert_array_equal(found.values("logits"), first)
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_a_model_with_a_refused_step_answers_as_numpy_does(
+    refused: str, tmp_path: Path, make_checkpoint: Callable[..., Path], tiny_draft: Path
+) -> None:
+    """Behind a prompt of two chunks, plain and drafted, captured and not. No two logits of an answer are near."""
+    model = make_checkpoint(tmp_path / "model", 6, **REFUSED[refused])
+    limits = EngineLimits(2, 80, 192, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+    build_engine_directory(model, tmp_path / "engines", limits, None, dtype="float16", draft=tiny_draft)
+    directory, prompt = EngineDirectory.open(tmp_path / "engines"), (PROMPT * 3)[:100]
+    with open_runner("numpy", directory) as runner:
+        answer = greedy_tokens(runner, prompt, 16)
+        expected = teacher_forced_logits(runner, prompt, answer)
+    with open_runner("tensorrt", directory) as runner:
+        found = teacher_forced_logits(runner, prompt, answer)
+    assert np.abs(found - expected).max() / np.abs(expected).max() <= TOLERANCES["float16"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    for drafting in (None, DraftingConfig(4, 3, 12, adaptive=False)):
+        with LLM(tmp_path / "engines", backend="tensorrt", drafting=drafting) as llm:
+            for _ in range(3):
+                assert [*llm.generate(prompt, greedy).token_ids] == answer
 
 
 def test_a_chunk_repeats_its_bits(gpu: Any) -> None:
