@@ -28,6 +28,9 @@ from edgellm.kernels.sampling.contract import SamplingKernels
 from edgellm.kernels.sounds.contract import SoundKernels
 from edgellm.kernels.tree.contract import TreeKernels
 
+#: What runs a model's steps on a GPU: kernels wherever they take them, or TensorRT wherever it does.
+EXECUTORS = ("auto", "tensorrt")
+
 
 class Engine(Protocol):
     """A loaded engine of fixed shapes."""
@@ -93,7 +96,7 @@ class Backend(Protocol):
     gpu_index: int | None
     #: how many share the base's steps; see `opening.open_backend`
     gpus: int
-    #: what runs steps on a GPU, one of `opening.EXECUTORS`; "auto" on NumPy
+    #: what runs steps on a GPU, one of `EXECUTORS`; "auto" on NumPy
     executor: str
     kernels: SamplingKernels
     #: dtype of activations and weights: the model's on the GPU, "float32" on NumPy

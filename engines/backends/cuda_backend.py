@@ -87,7 +87,7 @@ class CudaBackend(CudaDevice):
         share: Share | None = None,
     ) -> None:
         """`packed` are the `model_layouts` of a directory with packed weights, `executor` is one of
-        `opening.EXECUTORS`, `gpu` an index, `share` what a rank has of the base's steps (None: all)."""
+        `base.EXECUTORS`, `gpu` an index, `share` what a rank has of the base's steps (None: all)."""
         self.share = share
         self._directory, self._packed, self.executor = directory, packed or {}, executor
         self.compute_dtype = directory.dtype

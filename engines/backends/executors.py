@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 
+from edgellm.engines.backends.base import EXECUTORS
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.encoder_calls import encoder_refusal
-from edgellm.engines.backends.opening import EXECUTORS
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, step_rows
 from edgellm.engines.backends.steps.table import passes, refused_steps, step_program, whole_refusal
@@ -86,7 +86,7 @@ class Executors:
         executor: str = EXECUTORS[0],
     ) -> None:
         """`models` are those of `EngineShape.model`; `shared_limit` is in bytes, None where there are no kernels;
-        `packed` has the layouts of packed weights by model; `executor` is one of `opening.EXECUTORS`."""
+        `packed` has the layouts of packed weights by model; `executor` is one of `base.EXECUTORS`."""
         self._models, self._limits, self._dtype, self._shared_limit = models, limits, dtype, shared_limit
         self._packed, self.executor = packed, executor
         self._latest: Program | None = None

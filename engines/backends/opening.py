@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from edgellm.engines.backends.base import Backend
+from edgellm.engines.backends.base import EXECUTORS, Backend
 from edgellm.engines.backends.device_layouts import model_layouts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.kernels.gpu import find_gpu, visible_gpus
 
 BACKENDS = ("auto", "numpy", "tensorrt")
-#: What runs a model's steps on a GPU: kernels wherever they take them, or TensorRT wherever it does.
-EXECUTORS = ("auto", "tensorrt")
 
 
 def open_backend(

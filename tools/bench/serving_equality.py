@@ -40,7 +40,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgellm.engines.backends.opening import EXECUTORS
+from edgellm.engines.backends.base import EXECUTORS
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.model.limits import KV_CACHES
 from edgellm.opened_model import SHIPPED_MODEL
