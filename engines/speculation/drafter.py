@@ -23,7 +23,7 @@ from edgellm.engines.runners.prefill import prompt_chunks
 from edgellm.engines.runners.sampling_state import StepRules
 from edgellm.engines.runners.states import ModelStates, SlotRows
 from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
-from edgellm.engines.speculation.step_readback import StepReadback
+from edgellm.engines.speculation.round import StepReadback
 from edgellm.engines.speculation.tree import CandidateBuffers, TreeLimits, pending_entries
 from edgellm.kernels.acceptance.contract import Backlog, Chain, Pending
 from edgellm.kernels.arrays import Array, leading
@@ -253,7 +253,7 @@ class ModelDrafter(Drafter):
             bucket = self._take_pending(batch)
             self.backend.upload(self.pending.counts[:bucket], np.zeros(bucket, np.int32))
         emitted = self._base.decode(batch, rules, begun)
-        step = StepReadback(self.read, self._base.lengths, batch, None, emitted)
+        step = StepReadback(self, self._base.lengths, batch, None, emitted)
         if takes:
             self.launched(step)
         elif is_full:

@@ -33,8 +33,7 @@ from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.drafter import Drafter
-from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, part_keys
-from edgellm.engines.speculation.step_readback import StepReadback
+from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, StepReadback, part_keys
 from edgellm.engines.speculation.tree_verification import TreeVerification, given_limits, given_shapes
 
 _TREE_PHASES = ("verify", "accept", "propose")
@@ -174,9 +173,7 @@ class DecodingRunner:
         self._latest_round, lengths = current, self.base.lengths
         for slot in range(batch):
             lengths[slot] += current.key.plan.longest if lengths[slot] else 0
-        step = StepReadback(
-            self.draft.read, lengths, batch, current.key.plan, self.backend.read(current.emitted), is_behind
-        )
+        step = StepReadback(self.draft, lengths, batch, current.key.plan, self.backend.read(current.emitted), is_behind)
         self.draft.launched(step)
         return step
 
