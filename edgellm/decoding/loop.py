@@ -44,8 +44,7 @@ class _Launch:
     #: The candidates that were given, of each slot; whether a sequence has rules.
     trees: Sequence[GivenTree] | None = None
     ruled: bool = False
-    #: Whether it is a plain one until which the device had nothing to do, or a round before which the draft caught up;
-    #: whether the drafter was asked, or rested.
+    #: Whether it is a plain one until which the device had nothing to do; whether the drafter was asked, or rested.
     waited: bool = False
     asked: bool = False
     rests: bool = False
@@ -256,9 +255,8 @@ class DecodingLoop:
         if plan is None:
             wait = self._runner.decode(batch, rules, begun).wait
         else:
-            step = self._runner.round(batch, plan, rules, trees)
-            wait, waited = step.wait, step.caught_up
-        kind = now.ruled, waited, now.asked, now.rests
+            wait = self._runner.round(batch, plan, rules, trees).wait
+        kind = now.ruled, waited and plan is None, now.asked, now.rests
         self._launches.append(_Launch(wait, range(batch), plan, False, seconds, trees, *kind))
         for sequence in self.running:
             sequence.least += 1

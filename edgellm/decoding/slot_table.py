@@ -145,7 +145,6 @@ class SlotTable:
         """Take a sequence that runs out of its slot: `admit` lets it go on as if nothing had been, `forget` gives it
         up. Its rows are kept where there is a keeper that has room for them."""
         slot = self.running.index(sequence)
-        self.runner.draft.catch_up(range(slot, slot + 1))
         sequence.clock.give_way()
         if sequence.tally is not None:
             sequence.tally.pause()
@@ -158,10 +157,8 @@ class SlotTable:
     def release(self, slot: int, keep_rows: bool = True) -> None:
         """Leave a slot whose sequence has ended, to reuse what it holds (`keep_rows`) or nothing of it."""
         sequence, last = self.running[slot], len(self.running) - 1
-        if keep_rows:  # a next turn goes on where both models are
-            self.runner.draft.catch_up(range(slot, slot + 1))
         if keep_rows and self._states is not None:
-            self.runner.draft.complete(slot, last + 1)  # where the states are, or not at all
+            self.runner.draft.complete(slot, last + 1)  # a next turn goes on where the states are, or not at all
         self._leave(slot)
         if not keep_rows or sequence.is_unproven:
             self.forget_rows(last)

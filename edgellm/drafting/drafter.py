@@ -58,8 +58,7 @@ class Policy:
         blocked: float = 0.0,
     ) -> None:
         """A step of `seconds` has ended that gave each running sequence so many tokens, under rules or not. A
-        plain one may have `waited` for the host, a round for the draft model to catch up; for `blocked` seconds the
-        host waited for the device.
+        plain one may have `waited` for the host; for `blocked` seconds the host waited for the device.
         """
 
     def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:

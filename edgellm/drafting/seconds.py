@@ -18,8 +18,6 @@ LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
 LOAD_DRIFT, NOISE, MEMORY, FADED = 0.05, 0.15, 1500.0, 32
 #: A step that is slower or faster than expected by more than this factor was interrupted, or met cold caches.
 LARGEST_SURPRISE = 2.0
-#: Plain steps that a draft model takes to catch up before a round, as a first guess, and how quickly that is followed.
-FIRST_BEHIND, BEHIND_PACE = 1.0, 0.2
 
 
 class Guess(NamedTuple):
@@ -80,8 +78,6 @@ class Seconds:
         if like is not None:  # what another batch size has shown is the first guess
             self._logs = [*like._logs]
             self._variances = [min(a, b + 0.25 * a) for a, b in zip(self._first, like._variances, strict=True)]
-        #: What it takes to catch up, in plain steps.
-        self.behind: float = FIRST_BEHIND if like is None else like.behind
         #: Of the load and of what all rounds share; rounds since their terms faded.
         self._covariance, self._unfaded = 0.0, 0
 
@@ -105,11 +101,7 @@ class Seconds:
         self, plan: DraftPlan | None, seconds: float, waited: bool = False, late: bool = False, steps: int = 1
     ) -> None:
         """Take notice of a finished step, or of several plain ones that took so many seconds on average. Where the host
-        was `late` that says nothing of the load. A round that `waited` for the draft model tells what that took."""
-        if plan is not None and waited:
-            taken = min(seconds / self.plain, 4.0 * self.ratio(plan)) - self.ratio(plan)
-            self.behind += BEHIND_PACE * (max(0.0, taken) - self.behind)
-            return
+        was `late` that says nothing of the load."""
         is_plain = plan is None and not waited
         expected = self.plain if is_plain else self.of(plan)
         place = -2 if plan is None else self._terms[plan][1]

@@ -33,9 +33,6 @@ LARGEST_DRAFT_BLOCK = DRAFT_RANGES["draft_steps"][1] + 1
 GIVEN_NODES = 32
 #: Tokens of trees of given candidates, where steps are captured.
 GIVEN_TREES = (4, 8, 16, GIVEN_NODES)
-#: Tokens of a sequence whose features wait at most until a draft model takes them in: a chunk of them takes it about
-#: as long as the base a plain step, so less than a hundredth of theirs.
-BACKLOG_ROWS = 512
 #: How many tokens a window can be cut back by, so that the end of an answer, or a message, can be edited: the rows of
 #: so many tokens beside it take 5 MiB of a model of Gemma-3-1B's shapes.
 WINDOW_SLACK = 256

@@ -13,7 +13,7 @@ from pathlib import Path
 from edgellm.engines.model.adapted_projections import adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import draft_weights
-from edgellm.engines.model.limits import BACKLOG_ROWS, GIVEN_NODES, EngineLimits
+from edgellm.engines.model.limits import GIVEN_NODES, EngineLimits
 from edgellm.engines.model.states import (
     LayerState,
     WindowRows,
@@ -162,12 +162,10 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
     weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
     states = state_edge(decoder_states(draft.decoder), slots, limits.kv_rows)
     exchange = exchange_bytes(states, dtype) if slots > 1 else 0
-    waiting = slots * min(BACKLOG_ROWS, limits.kv_capacity) + limits.prefill_chunk
     return {
         "draft weights": weights * item,
         "draft KV caches": state_bytes(states, dtype),
         "draft buffers": rows * inputs * item + exchange + masks + (slots * logits + rotary) * wide,
-        "draft's backlog": waiting * (feature * item + wide),
     }
 
 

@@ -160,7 +160,7 @@ class BaseEngineRunner(PrefillingRunner):
         self._set_offset(slot, media)
         for position, tokens, chunk in self._prompt(slot, ids, reused, media, stops or {}):
             following = ids[position + 1 : position + tokens + 1]
-            self.feature_user.take_chunk(slot, following, position, self.features(chunk), media)
+            self.feature_user.take_chunk(slot, following, position, self._buffers.features(1, chunk), media)
         self.await_rows()
         self._set_sequence(slot, prompt_ids, generated, sampling)
         drawn = self._tokens[one]
@@ -421,10 +421,6 @@ class BaseEngineRunner(PrefillingRunner):
             partial(sampling.select, slots, logits, tokens, state, plain),
             *self.feature_user.take_tokens(slots, tokens, self._buffers.features(batch, 1)),
         ]
-
-    def features(self, chunk: int) -> Array:
-        """Where those of a prompt's chunk are [1, chunk, F] compute, until the next step."""
-        return self._buffers.features(1, chunk)
 
     def sequences(self, slots: slice) -> SequenceState:
         """The state of the slots."""

@@ -85,13 +85,9 @@ class EagleDraftEngineRunner(ModelDrafter):
         count = len(token_ids)
         if not 0 < count <= chunk:
             raise EngineError(f"{count} tokens for a chunk of {chunk}: at least one, and no more, must be given")
-        ids = self._buffers.upload_prompt(token_ids, position, chunk)
-        self.commit(slot, ids, features, position, count, media)
-
-    def commit(self, slot, ids, features, position, count, media=None):
-        buffers, chunk = self._buffers, ids.shape[1]
-        for array, value in ((buffers.prefill_start, [position]), (buffers.last_token_ids, [[count - 1]])):
-            self.backend.upload(array, np.asarray(value, np.int32))
+        buffers = self._buffers
+        ids = buffers.upload_prompt(token_ids, position, chunk)
+        self.backend.upload(buffers.last_token_ids, np.asarray([[count - 1]], np.int32))
         widest = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self.limits.kv_rows, model="draft")
         shape = replace(widest, key_range=self._engines.key_range(widest, position + count))
         one = slice(slot, slot + 1)

@@ -2,31 +2,29 @@
 
 A draft model has KV rows of its own, in which it takes the base's features. What the base has processed and the draft
 has not are the pending entries: a feature each, and the token after it. Plain steps add to them, acceptance replaces
-them, and each round begins with taking them in. Where plain steps follow each other, entries that there is no room for
-wait in the backlog, until a round comes or that is full: then chunks of them are taken in as those of a prompt are.
+them, and each round begins with taking them in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, Readback
-from edgellm.engines.model.limits import BACKLOG_ROWS, EngineLimits, EngineShape
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner, FeatureUser, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.media import PromptMedia
-from edgellm.engines.runners.prefill import prompt_chunks
 from edgellm.engines.runners.sampling_state import StepRules
 from edgellm.engines.runners.states import ModelStates, SlotRows
 from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
-from edgellm.engines.speculation.round import StepReadback
 from edgellm.engines.speculation.tree import CandidateBuffers, TreeLimits, pending_entries
-from edgellm.kernels.acceptance.contract import Backlog, Chain, Pending
-from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.acceptance.contract import Chain, Pending
+from edgellm.kernels.arrays import Array
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.tree.contract import Candidates, Expansion
 
@@ -57,8 +55,6 @@ class Drafter(FeatureUser):
     """
 
     has_model = False
-    #: Whether the next round begins with a backlog (see `catch_up`).
-    is_behind = False
     models: Mapping[str, ModelStates] = {}
 
     def __init__(self, backend: Backend, limits: EngineLimits, trees: TreeLimits, feature_size: int) -> None:
@@ -102,10 +98,10 @@ class Drafter(FeatureUser):
         return base.decode
 
     def launched(self, step: StepReadback) -> None:
-        """A step is under way that began with taking in what was pending."""
+        """A step is under way: a plain one, or a round."""
 
     def read(self, step: StepReadback, counts: Sequence[int]) -> None:
-        """A step was read, and gave each slot so many tokens."""
+        """It was read, and gave each slot so many tokens."""
 
     def plan_captures(self) -> None:
         """Plan the capture of what runs beside rounds."""
@@ -121,11 +117,8 @@ class Drafter(FeatureUser):
         """A text goes on in a slot that has what was `held`, and whose last token is not committed."""
 
     def rows(self, slot: int) -> int | None:
-        """How many of the draft's rows are committed, where everything was waited for; None without a model."""
+        """How many of the draft's rows are committed by work that was waited for; None without a model."""
         return None
-
-    def catch_up(self, slots: range) -> None:
-        """Take in what of the slots waits in the backlog, so that their pending entries are all that is left."""
 
     def complete(self, slot: int, batch: int) -> None:
         """Let a slot's rows, one of the leading ones, reach as far as the base's; everything was waited for. The
@@ -142,9 +135,9 @@ class Drafter(FeatureUser):
 
 
 class ModelDrafter(Drafter):
-    """What drafters with a model have in common: the pending entries, the backlog, and how far each slot is.
+    """What drafters with a model have in common: the pending entries, and how far each slot is.
 
-    A kind of draft model adds `prefill` and `commit`, `accept_shape` and `accept_step`, which commit entries, and
+    A kind of draft model adds `prefill`, `accept_shape` and `accept_step`, which commit entries, and
     `proposing_engine`, `propose` and `own_proposal`, and allocates its states, in `models`.
     Everything is given to the device in order and nothing is waited for. Not thread-safe.
     """
@@ -164,15 +157,10 @@ class ModelDrafter(Drafter):
         largest = limits.verify_sizes[-1], limits.accept_tokens, limits.tree_key_ranges[-1]
         super().__init__(backend, limits, TreeLimits(limits.max_batch, *largest), feature_size)
         self._base, self._engines, self._steps = base, engines, steps
-        #: The rows of each slot that the draft has when all that is enqueued is done: counted from what the base has
-        #: then, at most, and exact as that is. The latest step that began with taking in what was pending.
-        self._rows = [0] * limits.max_batch
+        #: Of each slot: entries that the draft has not seen, never too few; rows of the base and of the draft that were
+        #: committed by the steps which were read.
+        self.unseen, self.base_rows, self.draft_rows = ([0] * limits.max_batch for _ in range(3))
         self._latest: StepReadback | None = None
-        #: Whether plain steps are not many yet since the latest round.
-        self._is_near = False
-        self.backlog_rows, chunk = min(BACKLOG_ROWS, limits.kv_capacity), limits.prefill_chunk
-        places = limits.max_batch * self.backlog_rows + chunk  # a padded chunk may reach past the last slot's
-        self._backlog = Backlog(backend.zeros((places * feature_size,), "compute"), backend.zeros((places,), "int32"))
 
     def prefill(
         self,
@@ -189,12 +177,6 @@ class ModelDrafter(Drafter):
         is the engine's number of tokens, at least n. `media` are those of the prompt, of which the tokens are from
         position + 1 on.
         """
-        raise NotImplementedError
-
-    def commit(
-        self, slot: int, ids: Array, features: Array, position: int, count: int, media: PromptMedia | None = None
-    ) -> None:
-        """The same of the first `count` of `ids` [1, chunk] int32 on the device."""
         raise NotImplementedError
 
     def accept_shape(self, batch: int, tokens: int, key_range: int) -> EngineShape:
@@ -233,45 +215,39 @@ class ModelDrafter(Drafter):
 
     def taken(self, batch: int) -> int:
         """See `Drafter`: several slots, and engines of fixed shapes, take as many as there can be."""
-        tokens = self.limits.accept_tokens
-        return (
-            tokens
-            if self.backend.fixed_shapes or batch > 1
-            else (self._base.lengths[0] - self._rows[0] - 1) % tokens + 1
-        )
+        return self.limits.accept_tokens if self.backend.fixed_shapes or batch > 1 else self.unseen[0]
 
     def decoding(self, base: BaseEngineRunner) -> Decode:
         return self.decode
 
     def decode(self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None) -> StepReadback:
-        """A plain step. Where there is no room for another entry, the draft takes those that there are before, for the
-        first time behind a round; then they begin anew, and those before wait in the backlog."""
-        most = max(map(self._unseen, range(batch)))
-        is_full = most >= self.limits.accept_tokens
-        takes = is_full and self._is_near
-        if takes:
+        """A plain step. Where there is no room for another entry, the draft takes those that there are before."""
+        full = max(self.unseen[:batch]) >= self.limits.accept_tokens
+        if full:
             bucket = self._take_pending(batch)
             self.backend.upload(self.pending.counts[:bucket], np.zeros(bucket, np.int32))
+            self.unseen[:batch] = [0] * batch
         emitted = self._base.decode(batch, rules, begun)
-        step = StepReadback(self, self._base.lengths, batch, None, emitted)
-        if takes:
-            self.launched(step)
-        elif is_full:
-            self.is_behind = True
-            if most + 1 >= self.backlog_rows:
-                self.catch_up(range(batch))
+        step = StepReadback(self, self._base.lengths, batch, None, emitted, full)
+        self.launched(step)
         return step
 
     def launched(self, step: StepReadback) -> None:
-        given, is_round = (1, False) if step.plan is None else (step.plan.longest, True)
-        for slot, length in enumerate(self._base.lengths[: step.batch]):
-            self._rows[slot] = length - given if length else self._rows[slot]
-        self._latest, self._is_near, self.is_behind = step, is_round, False
+        for slot in range(step.batch):
+            if self._base.lengths[slot]:
+                self.unseen[slot] = self.unseen[slot] + 1 if step.plan is None else step.plan.longest
+        self._latest = step
 
     def read(self, step: StepReadback, counts: Sequence[int]) -> None:
-        if step.plan is not None and step is not self._latest:  # rows were taken in that it might have given
-            for slot, count in enumerate(counts):
-                self._rows[slot] += count - step.plan.longest if count else 0
+        for slot, count in enumerate(counts):
+            if count:
+                if step.draft_accepted:
+                    self.draft_rows[slot] = self.base_rows[slot]
+                self.base_rows[slot] += count
+                if step is self._latest and step.plan is not None:
+                    self.unseen[slot] = count
+        if step is self._latest:
+            self._latest = None
 
     def take_chunk(
         self, slot: int, following: np.ndarray, position: int, features: Array, media: PromptMedia | None
@@ -283,11 +259,9 @@ class ModelDrafter(Drafter):
             self.prefill(slot, following, features, position, chunk, media)
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> list[Callable[[], None]]:
-        """See `FeatureUser`: a plain step's feature and token join the pending entries, and the backlog."""
-        shape, (features_kept, tokens_kept) = (self.limits.max_batch, self.backlog_rows), self._backlog
-        kept = Backlog(leading(features_kept, (*shape, self.feature_size)), leading(tokens_kept, shape))
-        behind = rows_of(self.pending, slots), rows_of(kept, slots)
-        return [partial(self.backend.acceptance.append_pending, features, tokens, self._base.sequences(slots), *behind)]
+        """See `FeatureUser`: a plain step's feature and token join the pending entries."""
+        pending, state = rows_of(self.pending, slots), self._base.sequences(slots)
+        return [partial(self.backend.acceptance.append_pending, features, tokens, state, pending)]
 
     def plan_captures(self) -> None:
         tokens = self.limits.accept_tokens
@@ -300,11 +274,10 @@ class ModelDrafter(Drafter):
     def start(self, slot: int, count: int) -> None:
         """See `Drafter`: the last token's feature waits for the token drawn after it."""
         self.backend.upload(self.pending.counts[slot : slot + 1], np.zeros(1, np.int32))
-        self._rows[slot] = count - 1
+        self._set_progress(slot, count, count - 1)
 
     def held(self, slot: int, rows: int, draft_rows: int | None) -> Iterator[SlotRows]:
-        """See `Drafter`: the draft's rows, and the features of what it has not seen, none of which is in the backlog
-        alone."""
+        """See `Drafter`: the draft's rows, and the features of what it has not seen."""
         for model, states in self.models.items():
             for each in states.of_slot(slot, draft_rows or 0):
                 yield each._replace(name=f"{model}.{each.name}")
@@ -318,48 +291,27 @@ class ModelDrafter(Drafter):
         self.backend.upload(pending.token_ids[one], tokens)
         for array, value in ((pending.counts, count), (pending.start, draft_rows), (pending.last, count - 1)):
             self.backend.upload(array[one], np.full(array[one].shape, value, np.int32))
-        first, rows = slot * self.trees.emitted, self.backlog_rows
-        for source, row in enumerate(range(draft_rows, draft_rows + count), first):
-            target = slot * rows + row % rows
-            for kept, waiting, each in zip(self._backlog, pending[:2], (self.feature_size, 1), strict=True):
-                self.backend.copy(_flat(kept, target, each), _flat(waiting, source, each))
-        self._rows[slot] = draft_rows
+        self._set_progress(slot, len(text_ids) - 1, draft_rows)
 
     def rows(self, slot: int) -> int | None:
         """See `Drafter`; entry i goes with base rows 0..i and token i + 1."""
-        return self._rows[slot]
-
-    def catch_up(self, slots: range) -> None:
-        tokens, step = self.limits.accept_tokens, None if self.backend.fixed_shapes else 1  # sizes that are loaded
-        for slot in slots:
-            row, rows = self._rows[slot], self.backlog_rows
-            self._rows[slot] = stop = row + max(0, (self._unseen(slot) - 1) // tokens * tokens)
-            for count, chunk in prompt_chunks(self.limits, step, row, stop, range(rows, stop, rows)):
-                place, size, features = slot * rows + row % rows, self.feature_size, self._base.features(chunk)
-                kept = self._backlog.features[place * size : (place + chunk) * size]
-                self.backend.copy(features, kept.reshape(1, chunk, size))  # where engines expect a prompt's
-                ids = self._backlog.token_ids[place : place + chunk].reshape(1, chunk)
-                self.commit(slot, ids, features, row, count)
-                row += count
-        self._look_behind()
-
-    def stop(self, slot: int) -> None:
-        self._look_behind()
+        return self.draft_rows[slot]
 
     def complete(self, slot: int, batch: int) -> None:
-        self.catch_up(range(slot, slot + 1))
-        if self._unseen(slot):
+        if self.unseen[slot]:
             self._take_pending(batch)
-            self._rows[slot] = self._base.lengths[slot]
+            self.draft_rows[slot] = self.base_rows[slot]
+
+    def stop(self, slot: int) -> None:
+        self.unseen[slot] = 0
 
     def move(self, source: int, target: int) -> None:
         self.states.swap(source, target)
-        pending, rows = self.pending, self.backlog_rows
+        pending = self.pending
         for array in (pending.features, pending.token_ids, pending.counts, pending.last):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
-        for array, size in zip(self._backlog, (rows * self.feature_size, rows), strict=True):
-            self.backend.copy(_flat(array, target, size), _flat(array, source, size))
-        self._rows[target] = self._rows[source]
+        for known in (self.unseen, self.base_rows, self.draft_rows):
+            known[target] = known[source]
 
     @property
     def states(self) -> ModelStates:
@@ -368,14 +320,8 @@ class ModelDrafter(Drafter):
     def close(self) -> None:
         self.states.clear()
 
-    def _look_behind(self) -> None:
-        most = max(map(self._unseen, range(self.limits.max_batch)))
-        self.is_behind = most > self.limits.accept_tokens
-
-    def _unseen(self, slot: int) -> int:
-        """How many entries of a slot the draft has not seen, never too few."""
-        length = self._base.lengths[slot]
-        return length - self._rows[slot] if length else 0
+    def _set_progress(self, slot: int, rows: int, draft_rows: int) -> None:
+        self.unseen[slot], self.base_rows[slot], self.draft_rows[slot] = rows - draft_rows, rows, draft_rows
 
     def _take_pending(self, batch: int) -> int:
         """Enqueue the draft's step over the pending entries; for how many slots."""
@@ -389,6 +335,33 @@ class ModelDrafter(Drafter):
         return {DRAFT_ACCEPT: self.accept_step(batch, tokens, key_range)}
 
 
-def _flat(array: Array, place: int, size: int) -> Array:
-    """Elements of an array, of which each place has so many."""
-    return array.reshape(-1)[place * size : (place + 1) * size]
+@dataclass(eq=False)
+class StepReadback:
+    """The tokens of a round or, without a `plan`, of a plain step beside a draft model, of `batch` slots, on their way
+    to the host.
+
+    `emitted` reads them; `lengths` are those of `BaseEngineRunner`, bounds that become exact; `draft_accepted` says
+    whether the step began with the draft taking its pending entries.
+    """
+
+    draft: Drafter
+    lengths: list[int]
+    batch: int
+    plan: DraftPlan | None
+    emitted: Readback
+    draft_accepted: bool
+    _tokens: list[list[int]] | None = None
+
+    def wait(self) -> list[list[int]]:
+        """The tokens of each slot, in order: none for an idle one, else at least one."""
+        if self._tokens is None:
+            values = self.emitted.wait()[: self.batch].tolist()
+            if self.plan is None:
+                self._tokens = [[token] if token >= 0 else [] for token in values]
+            else:
+                self._tokens = [row[1 : 1 + row[0]] for row in values]
+                for slot, tokens in enumerate(self._tokens):
+                    if tokens:
+                        self.lengths[slot] += len(tokens) - self.plan.longest
+            self.draft.read(self, [len(tokens) for tokens in self._tokens])
+        return self._tokens

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.engines.backends.base import Readback
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines, in_order
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DraftPlan
+from edgellm.engines.speculation.drafter import Drafter
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.kernels.arrays import Array
-
-if TYPE_CHECKING:
-    from edgellm.engines.speculation.drafter import Drafter
 
 
 class RoundKey(NamedTuple):
@@ -199,35 +195,3 @@ class LaidOut:
         self._signal.wait()
         tokens, parents = (self._backend.seen(copy) for copy in self._copies)
         return tokens, parents
-
-
-@dataclass(eq=False)
-class StepReadback:
-    """The tokens of a round or, without a `plan`, of a plain step beside a draft model, of `batch` slots, on their way
-    to the host.
-
-    `emitted` reads them; `lengths` are those of `BaseEngineRunner`, bounds that become exact; `caught_up` says whether
-    the draft took in a backlog before.
-    """
-
-    draft: Drafter
-    lengths: list[int]
-    batch: int
-    plan: DraftPlan | None
-    emitted: Readback
-    caught_up: bool = False
-    _tokens: list[list[int]] | None = None
-
-    def wait(self) -> list[list[int]]:
-        """The tokens of each slot, in order: none for an idle one, else at least one."""
-        if self._tokens is None:
-            values = self.emitted.wait()[: self.batch].tolist()
-            if self.plan is None:
-                self._tokens = [[token] if token >= 0 else [] for token in values]
-            else:
-                self._tokens = [row[1 : 1 + row[0]] for row in values]
-                for slot, tokens in enumerate(self._tokens):
-                    if tokens:
-                        self.lengths[slot] += len(tokens) - self.plan.longest
-            self.draft.read(self, [len(tokens) for tokens in self._tokens])
-        return self._tokens

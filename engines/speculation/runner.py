@@ -32,8 +32,8 @@ from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.drafter import Drafter
-from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, StepReadback, part_keys
+from edgellm.engines.speculation.drafter import Drafter, StepReadback
+from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, part_keys
 from edgellm.engines.speculation.tree_verification import TreeVerification, given_limits, given_shapes
 
 _TREE_PHASES = ("verify", "accept", "propose")
@@ -161,7 +161,6 @@ class DecodingRunner:
                 f"a round of {plan.name} may emit {plan.longest} tokens, but a sequence of {longest} has room for "
                 f"{self.limits.kv_capacity - longest} of {self.limits.kv_capacity}: take a shorter plan"
             )
-        is_behind = self.draft.is_behind
         current = self.prepare_round(batch, plan, rules is not None)
         if trees is not None:
             current.give(trees)
@@ -173,15 +172,13 @@ class DecodingRunner:
         self._latest_round, lengths = current, self.base.lengths
         for slot in range(batch):
             lengths[slot] += current.key.plan.longest if lengths[slot] else 0
-        step = StepReadback(self.draft, lengths, batch, current.key.plan, self.backend.read(current.emitted), is_behind)
+        step = StepReadback(self.draft, lengths, batch, current.key.plan, self.backend.read(current.emitted), True)
         self.draft.launched(step)
         return step
 
     def prepare_round(self, batch: int, plan: DraftPlan, ruled: bool = False) -> Round:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
-        themselves, too, in their order. The draft catches up before."""
-        if self.draft.is_behind:
-            self.draft.catch_up(range(batch))
+        themselves, too, in their order."""
         key = self._round_key(batch, plan, ruled)
         return self._rounds.get(key) or self._make_round(key)
 

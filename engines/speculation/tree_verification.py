@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import product
-from typing import TYPE_CHECKING
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
@@ -16,14 +15,12 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines, in_order
 from edgellm.engines.runners.states import Kept, ReplayInputs
 from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.drafter import Drafter, Proposal
 from edgellm.engines.speculation.tree import TreeLimits, VerifiedTree, VerifiedTrees, tree_bytes
 from edgellm.kernels.acceptance.contract import Pending, TypicalBounds
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import SequenceState
-
-if TYPE_CHECKING:
-    from edgellm.engines.speculation.drafter import Drafter, Proposal
 
 #: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.
 GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"

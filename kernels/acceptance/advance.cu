@@ -83,23 +83,21 @@ __global__ void move_accepted(
     }
 }
 
-// A plain step's feature and token join the pending ones and the backlog. Grid (slots).
+// A plain step's feature and token join the pending ones. Grid (slots).
 template <class Element>
 __global__ void append_pending(AppendPendingArguments a, unsigned elements) {
     unsigned slot = blockIdx.x;
-    if (a.state.active[slot] != 1) return;
-    unsigned count = a.pending.counts[slot], rows = a.state.kvcache_start_index[slot];
-    if (count >= a.Q) count = 0;
-    size_t place = (size_t)slot * a.Q + count, kept = (size_t)slot * a.K + (rows - 1) % unsigned(a.K);
-    const Element* source = reinterpret_cast<const Element*>(a.hidden_states) + (size_t)slot * elements;
-    Element* pending = reinterpret_cast<Element*>(a.pending.features) + place * elements;
-    Element* backlog = reinterpret_cast<Element*>(a.backlog.features) + kept * elements;
-    for (unsigned i = threadIdx.x; i < elements; i += blockDim.x) pending[i] = backlog[i] = __ldcg(source + i);
+    unsigned count = a.pending.counts[slot];
+    if (a.state.active[slot] != 1 || count >= a.Q) return;
+    size_t place = (size_t)slot * a.Q + count;
+    acceptance::copy_row<Element>(
+        reinterpret_cast<const Element*>(a.hidden_states) + (size_t)slot * elements,
+        reinterpret_cast<Element*>(a.pending.features) + place * elements, elements);
     __syncthreads();  // every thread has read the count
     if (threadIdx.x != 0) return;
-    a.pending.token_ids[place] = a.backlog.token_ids[kept] = a.tokens[slot];
+    a.pending.token_ids[place] = a.tokens[slot];
     a.pending.counts[slot] = count + 1;
-    a.pending.start[slot] = int(rows - (count + 1));
+    a.pending.start[slot] = a.state.kvcache_start_index[slot] - int(count + 1);
     a.pending.last[slot] = count;
 }
 

@@ -3,8 +3,8 @@
 They turn the logits of a verified draft tree (`edgellm.kernels.tree.contract.TreeNodes`) into accepted tokens, and
 bring caches, features and counters up to date. Arrays are C-contiguous; B sequences (slots), T nodes of the tree (root
 and padding included), V target vocabulary, U draft vocabulary, D drafted tokens of a chain, W most tokens that one
-round can emit (depth of the tree + 1), Q rows of pending draft input, K of its backlog, F width of a feature, N bytes
-of workspace. A slot whose `active` is 1 takes part; every other one is idle.
+round can emit (depth of the tree + 1), Q rows of pending draft input, F width of a feature, N bytes of workspace. A
+slot whose `active` is 1 takes part; every other one is idle.
 
 Every kernel writes into arrays of the caller; none allocates and none synchronizes, so that a CUDA graph can hold them.
 A workspace must be zero before its first use, and is fit for the next call afterwards; calls in one stream may share
@@ -88,13 +88,6 @@ class Pending(NamedTuple):
     counts: OfSlots
     start: OfSlots
     last: Annotated[OwnArray, "B1 int32"]
-
-
-class Backlog(NamedTuple):
-    """Features and tokens of the latest plain steps of each slot, that of row r in place r % K."""
-
-    features: Annotated[OwnArray, "BKF compute"]
-    token_ids: Annotated[OwnArray, "BK int32"]
 
 
 class TypicalBounds(NamedTuple):
@@ -314,16 +307,11 @@ class AcceptanceKernels(Protocol):
 
     @limited(_check_limits)
     def append_pending(
-        self,
-        hidden_states: Annotated[OwnArray, "B1F compute"],
-        tokens: OfSlots,
-        state: SequenceState,
-        pending: Pending,
-        backlog: Backlog,
+        self, hidden_states: Annotated[OwnArray, "B1F compute"], tokens: OfSlots, state: SequenceState, pending: Pending
     ) -> None:
         """After a plain step of active slots: its feature and its token join what the draft has not yet seen.
 
-        With n = counts[b], or 0 where a slot is full (n >= Q), so that it begins anew: feature n = `hidden_states`,
-        token n = `tokens`, counts = n + 1, last = n, start = kvcache_start_index[b] - n - 1, where kvcache_start_index
-        is that after the step. Both go to the place of row kvcache_start_index[b] - 1 in the backlog, too.
+        With n = counts[b]: feature n = `hidden_states`, token n = `tokens`, counts = n + 1, last = n, start =
+        kvcache_start_index[b] - n - 1, where kvcache_start_index is that after the step. A full slot (n >= Q) is left
+        as it is: give the draft its input before that.
         """

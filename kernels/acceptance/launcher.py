@@ -163,10 +163,10 @@ class CudaAcceptance(Launcher):
         sizes, packed = self._packed("advance_accepted", accepted, state, pending, emitted)
         self._launch(Kernel(ADVANCE, "advance_accepted"), (sizes["B"],), _WARP, (packed,))
 
-    def append_pending(self, hidden_states, tokens, state, pending, backlog):
-        sizes, packed = self._packed("append_pending", hidden_states, tokens, state, pending, backlog)
+    def append_pending(self, hidden_states, tokens, state, pending):
+        sizes, packed = self._packed("append_pending", hidden_states, tokens, state, pending)
         row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
-        width = _element_bytes((row_bytes,), hidden_states, pending.features, backlog.features)
+        width = _element_bytes((row_bytes,), hidden_states, pending.features)
         kernel = Kernel(ADVANCE, f"append_pending<{_ELEMENTS[width]}>")
         self._launch(kernel, (sizes["B"],), _FEATURE_THREADS, (packed, row_bytes // width))
 

@@ -161,16 +161,14 @@ class NumpyAcceptance:
             state.positions[slot] += length
             np.add.at(state.token_counts[slot], tokens[(tokens >= 0) & (tokens < sizes["V"])], 1)
 
-    def append_pending(self, hidden_states, tokens, state, pending, backlog):
-        sizes = _check("append_pending", hidden_states, tokens, state, pending, backlog)
+    def append_pending(self, hidden_states, tokens, state, pending):
+        sizes = _check("append_pending", hidden_states, tokens, state, pending)
         for slot in range(sizes["B"]):
-            if state.active[slot] != 1:
+            count = pending.counts[slot]
+            if state.active[slot] != 1 or not 0 <= count < sizes["Q"]:
                 continue
-            count = pending.counts[slot] if pending.counts[slot] < sizes["Q"] else 0
-            places = (pending, count), (backlog, (state.kvcache_start_index[slot] - 1) % sizes["K"])
-            for entries, place in places:
-                entries.features[slot, place] = hidden_states[slot, 0]
-                entries.token_ids[slot, place] = tokens[slot]
+            pending.features[slot, count] = hidden_states[slot, 0]
+            pending.token_ids[slot, count] = tokens[slot]
             pending.counts[slot] = count + 1
             pending.start[slot] = state.kvcache_start_index[slot] - (count + 1)
             pending.last[slot, 0] = count

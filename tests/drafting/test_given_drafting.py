@@ -17,7 +17,6 @@ from edgellm.drafting.ratings import Search
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.constraints import AllowedTokens
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
-from edgellm.engines.speculation.drafter import Drafter
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
 DEEPEST = 16
@@ -44,8 +43,6 @@ class Answer:
 
 class Takes:
     """A runner that takes trees of up to so many candidates."""
-
-    draft = Drafter
 
     def __init__(self, most: int = 31) -> None:
         self._most = most

@@ -17,14 +17,13 @@ from edgellm.drafting.seconds import CAPTURED, PLAIN
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
-from edgellm.engines.speculation.drafter import Drafter
 from edgellm.errors import EngineError
 from tools.bench.drafting_simulation import CPU, H200, INT4, SHIPPED
 from tools.bench.drafting_workloads import Workload, figures
 
 LIMITS = EngineLimits(draft_top_k=10, draft_steps=6, verify_tree_size=60)
 PLANS = candidate_plans(DraftingConfig(), LIMITS)
-RUNNER = SimpleNamespace(is_ready=lambda *_: True, takes_given=lambda *_: True, draft=Drafter)
+RUNNER = SimpleNamespace(is_ready=lambda *_: True, takes_given=lambda *_: True)
 FREE = SimpleNamespace(constraint=None, said=None, is_over=False, finished=False)
 
 #: What is drafted, and its least speed over plain decoding's and, behind 1,024 tokens, over the best fixed plan's.
@@ -148,7 +147,7 @@ def test_plans_that_need_more_room_or_a_capture_are_left_out() -> None:
         assert plan is None or plan.longest <= room
         seen.add(plan)
     assert len(seen) > 1
-    runner = SimpleNamespace(is_ready=lambda batch, plan, ruled: plan.kind == "chain", draft=Drafter)
+    runner = SimpleNamespace(is_ready=lambda batch, plan, ruled: plan.kind == "chain", takes_given=lambda *_: False)
     found = {learner.choose(runner, [FREE], 1000, False)[0] for _ in range(200)}
     assert all(plan is None or plan.kind == "chain" for plan in found)
 

@@ -182,12 +182,3 @@ def test_a_draft_in_one_pass_is_not_guessed_by_levels() -> None:
     once, long, short = CAPTURED.in_one_pass(), chain(12), chain(2)
     assert once.ratio(long, 1) - once.ratio(short, 1) == pytest.approx(10 * CAPTURED.node)
     assert once.ratio(short, 1) == pytest.approx(CAPTURED.ratio(short, 1))
-
-
-def test_a_round_that_waited_for_the_draft_tells_what_that_took_alone() -> None:
-    times = seconds_of()
-    plain, ratio = times.plain, times.ratio(ROUND)
-    for _ in range(40):
-        times.record(ROUND, plain * (ratio + 2.5), waited=True)
-    assert (times.plain, times.ratio(ROUND)) == (plain, ratio)
-    assert times.behind == pytest.approx(2.5, rel=0.01)

@@ -72,7 +72,6 @@ def held(runtime: SpecDecodeRuntime, loop: DecodingLoop, found: DecodingSequence
     """Everything that the slot of the only sequence has, on the device and in the runner's own books."""
     runner, one = runtime._open_runner(), slice(0, 1)
     assert loop.running == [found]
-    runner.draft.catch_up(range(1))
     rows, draft_rows = len(found.text_ids) - 1, runner.draft.rows(0)
     kept = RowKeeper(runner, 1 << 24).keep(0, rows, draft_rows)
     assert kept is not None
@@ -84,7 +83,8 @@ def held(runtime: SpecDecodeRuntime, loop: DecodingLoop, found: DecodingSequence
     values: dict[str, Any] = {copy.name: copy.values.tobytes() for copy in copies}
     values |= {"lengths": runner.base.lengths[0], "counts": rows}
     if runner.draft.has_model and draft_rows is not None:
-        pending, values["progress"] = runner.draft.pending, draft_rows
+        draft, pending = runner.draft, runner.draft.pending
+        values["progress"] = draft.unseen[0], draft.base_rows[0], draft.draft_rows[0]
         arrays |= {name: getattr(pending, name) for name in ("counts", "start", "last")}
         tokens = runner.backend.read(pending.token_ids[one]).wait()
         values["pending"] = tokens[0, : rows - draft_rows].tolist()

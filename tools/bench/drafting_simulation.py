@@ -25,8 +25,6 @@ from edgellm.engines.speculation.round import GivenTree
 
 #: Of the chances that a guess of the draft model is right, what a level has of the level before.
 DEEPER = 0.97
-#: Plain steps whose features there is room for beside a draft model.
-PENDING = 7
 #: How much two rounds of the same plan differ (a standard deviation, as a share), and one in so many is interrupted.
 NOISE, INTERRUPTED = 0.02, 2000
 
@@ -35,10 +33,9 @@ class Device(NamedTuple):
     """What steps take: a plain one so many seconds, a round over it `once`, `level` for each that a draft model
     proposes, and `node` for each token that is verified; `more` for each further sequence of a plain step. The host
     takes `host` seconds from a token to the next launch, and `ask` seconds to ask the index; steps are launched `ahead`
-    of what was read. Plans differ by up to `uneven` from that. A draft model that is loaded takes in what plain steps
-    gave for the first time behind a round, and with a round behind more of them than are `PENDING`: `behind` seconds
-    for each sequence. The learner takes the host `think` seconds to choose, the same to take note, and `rate` more to
-    rate a draft model's plans anew."""
+    of what was read. Plans differ by up to `uneven` from that. With a draft model loaded a plain step takes `upkeep`
+    more. The learner takes the host `think` seconds to choose, the same to take note, and `rate` more to rate a draft
+    model's plans anew."""
 
     name: str
     plain: float
@@ -50,16 +47,16 @@ class Device(NamedTuple):
     ask: float = 4e-5
     ahead: int = 1
     uneven: float = 0.08
-    behind: float = 2e-4
+    upkeep: float = 0.0
     think: float = 0.0
     rate: float = 0.0
     cold: int = 0
 
-    def seconds(self, plan: DraftPlan | None, batch: int) -> float:
+    def seconds(self, plan: DraftPlan | None, batch: int, drafts: bool) -> float:
         """Of a step, without noise."""
         plain = self.plain * (1.0 + self.more * (batch - 1))
         if plan is None:
-            return plain
+            return plain * (1.0 + self.upkeep * drafts)
         levels = 0 if plan.is_given else plan.steps
         uneven = 1.0 + self.uneven * (2.0 * random.Random(f"{self.name} {plan.name}").random() - 1.0)
         more = (self.once - 1.0 + self.level * levels + self.node * batch * (plan.tree_size - 1)) * self.plain
@@ -72,8 +69,8 @@ class Device(NamedTuple):
 H200 = Device("H200", 0.775e-3, 1.1, 0.155, 0.010)
 ORIN = Device("Orin", 7.0e-3, 1.05, 0.105, 0.009, host=1.5e-4, ask=1e-4)
 INT4 = Device("Orin int4", 3.4e-3, 1.35, 0.25, 0.03, host=1.5e-4, ask=1e-4)
-CPU = Device("NumPy", 2.65e-3, 2.6, 0.2, 0.09, more=0.5, host=1e-4, ask=1e-4, ahead=0, behind=1e-3)
-SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, behind=1.5e-4, think=2e-5, rate=7.5e-5, cold=8)
+CPU = Device("NumPy", 2.65e-3, 2.6, 0.2, 0.09, more=0.5, host=1e-4, ask=1e-4, ahead=0)
+SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, think=2e-5, rate=7.5e-5, cold=8)
 
 
 @dataclass
@@ -183,7 +180,6 @@ class Simulated:
         self._texts: dict[int, Text] = {}
         self._places: dict[int, int] = {}
         self._random, self._cold = random.Random(seed), device.cold
-        self._waiting, self._is_near, self.draft = 0, False, SimpleNamespace(is_behind=False)
         #: Seconds that steps took beyond what they take, which no way to draft can help.
         self.noise = 0.0
 
@@ -204,11 +200,10 @@ class Simulated:
         opened(sequence)
         self._texts[id(sequence)], self._places[id(sequence)] = text, 0
         self.running.append(sequence)
-        self._waiting, self.draft.is_behind = 0, False
 
     def begin(self, batch: int) -> Any:
         """The forward pass of a plain step."""
-        self._compute(self.device.seconds(None, batch))
+        self._compute(self.device.seconds(None, batch, self._drafts))
         return True
 
     def decode(self, batch: int, rules: Any = None, begun: Any = None) -> Any:
@@ -218,11 +213,8 @@ class Simulated:
     def round(self, batch: int, plan: Any, rules: Any = None, trees: Any = None, begun: Any = None) -> Any:
         """See `DecodingRunner.round`; without a plan a plain step."""
         self.now += self.device.host
-        caught_up = plan is not None and self.draft.is_behind
         if begun is None:
-            self._compute(self.device.seconds(plan, batch))
-        if self._drafts:
-            self._keep(plan, batch)
+            self._compute(self.device.seconds(plan, batch, self._drafts))
         ended, tokens = max(self._free, self.now), []
         for slot, sequence in enumerate(self.running[:batch]):
             text, place = self._texts[id(sequence)], self._places[id(sequence)]
@@ -236,23 +228,10 @@ class Simulated:
 
         if not self.device.ahead:
             wait()
-        return SimpleNamespace(wait=wait, caught_up=caught_up)
-
-    def _keep(self, plan: DraftPlan | None, batch: int) -> None:
-        """A draft model goes along, or what it needs waits."""
-        self._waiting += 1
-        if plan is not None:
-            self._free += self.device.behind * batch * self.draft.is_behind
-            self._waiting, self._is_near, self.draft.is_behind = 0, True, False
-        elif self._waiting > PENDING and self._is_near:
-            self._free += 0.3 * self.device.behind
-            self._waiting, self._is_near = 1, False
-        elif self._waiting > PENDING:
-            self.draft.is_behind = True
+        return SimpleNamespace(wait=wait)
 
     def release(self, slot: int, keep_rows: bool = True) -> None:
-        """A sequence has ended; the last one takes its slot. What waits of it is taken in."""
-        self._free += self.device.behind * self.draft.is_behind
+        """A sequence has ended; the last one takes its slot."""
         sequence, last = self.running[slot], self.running.pop()
         if sequence is not last:
             self.running[slot] = last
@@ -300,7 +279,7 @@ def played(
 
 
 def played_fixed(
-    device: Device, plan: DraftPlan | None, answers: Sequence[Sequence[Text]], index: Any = None
+    device: Device, plan: DraftPlan | None, answers: Sequence[Sequence[Text]], drafts: bool, index: Any = None
 ) -> list[list[float]]:
     """The same for one plan at every step, shorter at the end, without noise; nothing waits for the host. Of given
     candidates there are rounds wherever the index, or the rules, propose something."""
@@ -319,7 +298,7 @@ def played_fixed(
                         proposal = index.propose(said[slot], plan.top_k, plan.steps, 3)
                         trees[slot] = GivenTree(proposal.tokens, proposal.parents)
                 taken = plan if any(len(trees[slot].tokens) for slot in running) else None
-            seconds = device.seconds(taken, len(running)) + (0.0 if device.ahead else device.host)
+            seconds = device.seconds(taken, len(running), drafts) + (0.0 if device.ahead else device.host)
             waits = (
                 device.host + device.ask if device.ahead and (ruled or (plan is not None and plan.is_given)) else 0.0
             )

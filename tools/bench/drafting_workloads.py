@@ -222,12 +222,12 @@ class Figures(NamedTuple):
 def figures(workload: Workload, seed: int = 0) -> Figures:
     """Simulate one workload."""
     answers = texts(workload)
-    plain = played_fixed(workload.device, None, answers)
+    plain = played_fixed(workload.device, None, answers, False)
     ours = played_drafted(workload, answers, seed)
     found = {}
     for plan in _fixed(workload):
         index = SuffixIndex() if workload.drafts in ("suffix", "both") and plan.is_given else None
-        found[plan.name] = played_fixed(workload.device, plan, answers, index)
+        found[plan.name] = played_fixed(workload.device, plan, answers, workload.has_model, index)
     late = min(LEARNED, len(plain[0]) // 2)
 
     def rate(seconds: Sequence[Sequence[float]]) -> float:

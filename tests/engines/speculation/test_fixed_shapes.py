@@ -151,23 +151,3 @@ def test_a_round_is_not_ready_before_it_is_captured(
                 take_step(runner, 1, plan).wait()
             runner.stop(0)
         assert len(runner.backend.captures) == count
-
-
-@pytest.mark.parametrize("backend", ["numpy", "fixed", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-def test_a_draft_that_caught_up_is_as_good_as_one_that_went_along(
-    make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object], backend: str
-) -> None:
-    """Prompts and backlogs in turn, in the same slots; of 40 steps that wait 32 fit into the backlog."""
-    found: list[list[list[list[int]]]] = [[], []]
-    with open_eagle(make_engines(3), backend) as runner:
-        runner.draft.backlog_rows = 32
-        for turn in range(4):
-            for slot, prompt in enumerate(PROMPTS[:2]):
-                runner.start(slot, prompt, 0, SAMPLINGS["greedy"]).wait()
-            for plan in [None] * 40 + [tree(4, 4, 16)] * 4:
-                runner.draft._is_near = plan is None and turn % 2 == 1  # where it is, they are taken at once
-                found[turn % 2].append(take_step(runner, 2, plan).wait())
-            for slot in range(2):
-                runner.stop(slot)
-    assert found[0] == found[1]
-    assert max(len(tokens) for step in found[0] for tokens in step) > 2

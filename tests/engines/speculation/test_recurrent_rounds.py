@@ -215,7 +215,6 @@ def test_what_gave_way_goes_on(runner: DecodingRunner, expected: list[list[int]]
     while len(found) < 12:
         found += take_step(runner, 1, plan).wait()[0]
     rows = len(PROMPTS[1]) + len(found) - 1
-    runner.draft.catch_up(range(1))
     draft_rows = runner.draft.rows(0)
     kept = keeper.keep(0, rows, draft_rows)
     assert kept is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -58,7 +57,6 @@ def test_the_draft_sees_what_a_prefill_of_the_same_tokens_shows_it(runner: Decod
     """Whatever led to the tokens, chunks of a prompt, rounds or plain steps: features, ids and positions agree."""
     answer = runner.start(0, PROMPT, 0, GREEDY).wait().tolist()
     answer += rounds(runner, 12 if plan is None else 5, plan)[0]
-    runner.draft.catch_up(range(1))
     found = draft_state(runner)
     runner.stop(0)
     text = PROMPT + answer
@@ -79,46 +77,18 @@ def test_a_reused_prefix_changes_nothing(runner: DecodingRunner, reused: int) ->
     assert_close(draft_state(runner), expected)
 
 
-def test_what_the_draft_has_committed_is_known_once_steps_were_read(runner: DecodingRunner) -> None:
+def test_what_the_draft_has_committed_is_known_once_a_step_was_read(runner: DecodingRunner) -> None:
     runner.start(0, PROMPT, 0, GREEDY).wait()
     assert runner.draft.rows(0) == len(PROMPT) - 1
     first = runner.round(1, PLANS[1])
+    assert runner.draft.rows(0) == len(PROMPT) - 1
     count = len(first.wait()[0])
     assert runner.draft.rows(0) == len(PROMPT)
-    most = runner.limits.accept_tokens
-    rounds(runner, most - count, None)  # until its pending entries are full
+    plain = runner.limits.accept_tokens - count  # until its pending entries are full
+    rounds(runner, plain, None)
     assert runner.draft.rows(0) == len(PROMPT)
     rounds(runner, 1, None)
-    assert runner.draft.rows(0) == len(PROMPT) + most
-    rounds(runner, 3 * most, None)  # from then on they wait
-    assert runner.draft.rows(0) == len(PROMPT) + most
-    assert runner.draft.is_behind
-    runner.draft.catch_up(range(1))
-    assert runner.draft.rows(0) == len(PROMPT) + 4 * most
-    assert not runner.draft.is_behind
-
-
-def test_slots_catch_up_whatever_was_read(runner: DecodingRunner) -> None:
-    """Steps are read two later; what waits fills the backlog of 32 rows twice, and goes round its end."""
-    runner.draft.backlog_rows = 32
-    texts, launched = [PROMPT[:9], PROMPT[2:7]], deque()
-    texts = [text + runner.start(slot, text, 0, GREEDY).wait().tolist() for slot, text in enumerate(texts)]
-    for plan in (*[None] * 40, PLANS[1], PLANS[1], *[None] * 12, PLANS[0], *[None] * 9, "end", "end"):
-        if plan != "end":
-            launched.append(take_step(runner, 2, plan))
-        if len(launched) > 2 or plan == "end":
-            texts = [text + tokens for text, tokens in zip(texts, launched.popleft().wait(), strict=True)]
-    assert runner.draft.is_behind
-    runner.draft.catch_up(range(2))
-    assert not runner.draft.is_behind
-    found = [draft_state(runner, slot) for slot in range(2)]
-    for slot, text in enumerate(texts):
-        assert len(text) == runner.base.lengths[slot] + 1
-        runner.stop(slot)
-        runner.start(slot, text[:-1], 0, GREEDY).wait()
-        runner.draft.pending.token_ids[slot, 0] = text[-1]
-    for slot in range(2):
-        assert_close(found[slot], draft_state(runner, slot))
+    assert runner.draft.rows(0) == len(PROMPT) + count + plain
 
 
 def test_a_moved_slot_goes_on_as_if_it_had_stayed(runner: DecodingRunner) -> None:

@@ -13,7 +13,7 @@ from gpu_device import assert_same, copied, cuda_device, load_kernels, on_device
 from gpu_timing import microseconds
 from kernel_bundles import accepted_arrays, sampling_rows, sequence_state, tree_nodes
 
-from edgellm.kernels.acceptance.contract import Accepted, Backlog, Chain, NodeLogits, Pending, TypicalBounds
+from edgellm.kernels.acceptance.contract import Accepted, Chain, NodeLogits, Pending, TypicalBounds
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.sampling.contract import IN_PROMPT
@@ -318,12 +318,11 @@ def test_append_pending(gpu, rng, dtype, width):
     features = np.ones((slots, pending, width), dtype)
     counts = np.array([2, 0, pending], np.int32)
     waiting = pending_arrays(features)._replace(counts=counts)
-    backlog = Backlog(np.ones((slots, 16, width), dtype), np.full((slots, 16), -1, np.int32))
     step = (hidden[:, :1].copy(), np.array([5, 6, 7], np.int32))
     start = np.array([30, 40, 50], np.int32)
     for active in ([1, 1, 1], [1, 0, 1]):
         state = sequence_state(slots, active=np.array(active, np.int32), kvcache_start_index=start)
-        assert_equals_twin(gpu, "append_pending", *step, state, waiting, backlog)
+        assert_equals_twin(gpu, "append_pending", *step, state, waiting)
 
 
 @pytest.mark.parametrize(("slots", "most", "pending"), [(1, 7, 16), (40, 33, 70)])

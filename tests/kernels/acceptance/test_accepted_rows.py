@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_bundles import accepted_arrays, sequence_state
 
-from edgellm.kernels.acceptance.contract import Accepted, Backlog, Pending
+from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.sampling.contract import IN_PROMPT, SequenceState
@@ -135,18 +135,14 @@ def test_plain_steps_append_to_the_pending_input(rng):
     tokens, active = np.array([11, 12, 13, 14], np.int32), np.array([1, 1, 1, 0], np.int32)
     base = np.array([30, 40, 50, 60], np.int32)
     state = sequence_state(4, active=active, kvcache_start_index=base)
-    backlog = Backlog(np.zeros((4, 8, 3), np.float32), np.full((4, 8), -1, np.int32))
-    ACCEPTANCE.append_pending(hidden, tokens, state, Pending(features, ids, counts, start, last), backlog)
-    assert counts.tolist() == [2, 1, 1, 1]  # the third was full, the fourth is idle
-    assert ids.tolist() == [[-1, 11], [12, -1], [13, -1], [-1, -1]]
-    assert start.tolist() == [28, 39, 49, -7]
-    assert last[:, 0].tolist() == [1, 0, 0, -7]
-    for slot, (place, row) in enumerate([(1, 29), (0, 39), (0, 49)]):
-        np.testing.assert_array_equal(features[slot, place], hidden[slot, 0])
-        np.testing.assert_array_equal(backlog.features[slot, row % 8], hidden[slot, 0])
-        assert backlog.token_ids[slot, row % 8] == tokens[slot]
-    assert not features[3].any()
-    assert not backlog.features[3].any()
+    ACCEPTANCE.append_pending(hidden, tokens, state, Pending(features, ids, counts, start, last))
+    assert counts.tolist() == [2, 1, 2, 1]  # the third was full, the fourth is idle
+    assert ids.tolist() == [[-1, 11], [12, -1], [-1, -1], [-1, -1]]
+    assert start.tolist() == [28, 39, -7, -7]
+    assert last[:, 0].tolist() == [1, 0, -7, -7]
+    np.testing.assert_array_equal(features[0, 1], hidden[0, 0])
+    np.testing.assert_array_equal(features[1, 0], hidden[1, 0])
+    assert not features[2:].any()
 
 
 def test_wrong_arguments_are_named():
