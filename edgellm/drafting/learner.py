@@ -69,7 +69,7 @@ class Learner(Policy):
         #: By batch size and rules, as all figures that are kept; the latest, and what was compared with plain steps.
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest, self._best_compared = (1, False), tuple[Option, ...]()
-        self._choice, self._rounds = OwnPlans(own, adaptive, self.account), Counter[str]()
+        self._choice, self._rounds = OwnPlans(own, adaptive, self.account, ahead), Counter[str]()
         #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
         self._chosen, self.searches = 0, (Search(), Search())
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
@@ -235,8 +235,8 @@ class Learner(Policy):
         self._rounds[PLAIN if plan is None else plan.name] += 1
         self._latest = batch, ruled
         times = self._times.get(self._latest)
-        if plan is None and not ruled and (times is None or not self._choice.drafted):
-            self._choice.is_behind = self._ahead and blocked < LEAST_BLOCKED * seconds
+        if plan is None and not ruled and times is not None:
+            self._choice.is_late = self._ahead and blocked < LEAST_BLOCKED * seconds
         self._choice.ended(plan, emitted, ruled)
         if times is None:  # from now on there are figures
             self._blocked[ruled] = blocked
@@ -248,7 +248,6 @@ class Learner(Policy):
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
         late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
-        self._choice.is_late = late
         is_searched = waited if plan is None else plan.is_given
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):

@@ -21,12 +21,13 @@ TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
 REFRESHED = 64
 #: Choosing costs the host half of a small model's step (tools/bench/learner_time.py). A plan is kept for so many more
 #: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how many came in a row, so that what pays begins later
-#: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least, and twice that share.
+#: by no more, and for so many at most; where the host is late for them for `LEAST_KEPT` at least and as many as came in
+#: a row, up to twice that most.
 KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 20
 #: Where the host is late, a plain step between rounds takes twice as long as those in a row, and the first ones of a
 #: process too. So behind the first so many rounds, then behind twice as many each time, up to so many, `AGAIN` plain
 #: steps in a row tell what they take (tools/bench/results/2026-11-30-cpu-learner-fast-device.md).
-FIRST_AGAIN, LAST_AGAIN, AGAIN = 8, 512, 7
+FIRST_AGAIN, LAST_AGAIN, AGAIN = 2, 512, 7
 #: Nodes of plans that may be taken at once; how many times as large as one of which a candidate came the next may be.
 SMALL, LARGER = 8, 3
 
@@ -49,15 +50,15 @@ class OwnPlans:
     """Chooses among plain steps and the plans of a draft model, as far as an account affords; where it is not
     `adaptive` the first plan that fits is all there is."""
 
-    def __init__(self, plans: Sequence[DraftPlan], adaptive: bool, account: Account) -> None:
+    def __init__(self, plans: Sequence[DraftPlan], adaptive: bool, account: Account, is_late: bool) -> None:
         self._plans, self._adaptive, self._account = tuple(plans), adaptive, account
         self.chances = {ruled: AcceptanceModel(plans) for ruled in (False, True)}
         #: What is in use, for which batch size, under rules or not, and for how many more steps it is kept.
         self.current: DraftPlan | None = None if adaptive else next(iter(plans), None)
         self._kept_for, self.kept = (0, False), 0
         #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take;
-        #: whether the host is late for steps that it is asked for, and was for a plain one behind another.
-        self.explored, self._undrafted, self._largest, self.is_late, self.is_behind = 0, 0, SMALL, False, False
+        #: whether the host is late for plain steps, as is thought until it was not for one behind another.
+        self.explored, self._undrafted, self._largest, self.is_late = 0, 0, SMALL, is_late
         #: Rounds since plain steps came in a row, and behind how many these come again, by batch and rules.
         self._rounds, self._again = 0, dict[tuple[int, bool], int]()
         #: How many steps have ended, and how many had when each plan was in use last.
@@ -79,7 +80,7 @@ class OwnPlans:
         best = self._best(safe, step)
         self._kept_for, self.current, self.kept = (step.batch, step.ruled), best.plan, KEPT
         again = self._again.get(self._kept_for, FIRST_AGAIN)
-        if best.plan is not None and self.is_behind and self._rounds >= again:
+        if best.plan is not None and self.is_late and self._rounds >= again:
             self._again[self._kept_for] = min(2 * again, LAST_AGAIN)
             self.current, self.kept, self._stale = None, AGAIN, REFRESHED
             return None
@@ -91,14 +92,9 @@ class OwnPlans:
             self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
             return tried.plan
         if best.plan is None:
-            share, least = (2 * PUT_OFF, LEAST_KEPT) if self.is_late else (PUT_OFF, 0)
-            self.kept = max(least, min(MOST_KEPT, int(share * self._undrafted)))
+            share, most = (1.0, 2 * MOST_KEPT) if self.is_late else (PUT_OFF, MOST_KEPT)
+            self.kept = max(LEAST_KEPT * self.is_late, min(most, int(share * self._undrafted)))
         return best.plan
-
-    @property
-    def drafted(self) -> bool:
-        """Whether the latest step was a round."""
-        return not self._undrafted
 
     def otherwise(self, step: Step, times: Seconds) -> Option:
         """What is done without given candidates."""

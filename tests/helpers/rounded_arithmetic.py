@@ -75,9 +75,9 @@ class RoundedOperations(NumpyOperations):
         low = self._round(x @ self._round(a).T).reshape(*x.shape[:2], scales.shape[1], -1) * scales[:, None, :, None]
         return self._round(y + self._round(low.reshape(*x.shape[:2], -1) @ self._round(b)))
 
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 0.0) -> np.ndarray:
-        normed = self._round(super().rms_norm(x, np.ones_like(weight), epsilon))
-        return self._round(normed * (weight + np.float32(offset)))
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray | None, epsilon: float, offset: float = 0.0) -> np.ndarray:
+        normed = self._round(super().rms_norm(x, None, epsilon))
+        return normed if weight is None else self._round(normed * (weight + np.float32(offset)))
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
         normed = self._round(super().layer_norm(x, np.ones_like(weight), np.zeros_like(bias), epsilon))

@@ -26,7 +26,7 @@ from edgellm.kernels.quantization.turn import AWQ_PLACES, TURNED, arrange, turn
 GOLDENS = golden_folder("quantized")
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
 #: Those whose q, k and v are packed in part, or a gate and not the up.
-IN_PART = ("autoround_awq", "autoround_gptq", "awq_exceptions", "ct_mixed", "gptq_v1_bias_dynamic")
+IN_PART = ("autoround_awq", "awq_exceptions", "ct_mixed", "gptq_v1_bias_dynamic")
 #: Those whose gates and ups have inputs in orders or scales of their own, as no package gives them, q, k and v too.
 UNLIKE = ("ct16_w4_actorder_group", "ct16_w4_actorder_group_zeros", "gptq_v1_zeros_desc_act", "gptq_v2_desc_act")
 UNLIKE += ("modelopt_int4_awq", "modelopt_nvfp4_awq")
