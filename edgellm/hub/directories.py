@@ -218,6 +218,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # where there are no locks, others may work in it
             if [*folder.iterdir()] == [lock] and not lock.stat().st_size:
                 lock.unlink()
                 folder.rmdir()

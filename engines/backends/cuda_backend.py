@@ -293,9 +293,9 @@ class CudaBackend(CudaDevice):
         given: Any = {"share": share, "planned": planned}
         choice, refusal = kernel_choice(config, shape, self.compute_dtype, gpu, packed, **given)
         if choice is None:
-            what = "run on this GPU" if share is None else f"be shared by {share[1]} GPUs"
-            advice = "--backend numpy" if share is None else "one GPU"
-            raise EngineError(f"{shape.name} cannot {what}: {refusal}. Take {advice}")
+            if share is None:
+                raise EngineError(f"{shape.name} cannot run on this GPU: {refusal}. Take --backend numpy")
+            raise EngineError(f"{shape.name} cannot be shared by {share[1]} GPUs: {refusal}. Take one GPU")
         kernels, prompt_step = self._step_kernels(config), 0
         if planned:
             kernels = kernels._replace(
