@@ -156,7 +156,7 @@ def test_nothing_is_made_for_a_sound_after_opening(
                 request = transcription_request(name, heard, params=replace(PARAMS, max_tokens=1))
                 waits, memory = backend.waits, backend._next
                 assert len(runtime.handle_request(request).token_ids) == 1
-                begins = name == "voxtral_realtime" and heard.count == len(part)  # in two runs, with the silence before it
+                begins = name == "voxtral_realtime" and heard.count == len(part)  # in two runs, with silence before
                 assert backend.waits == waits + (1 if name in ("gemma4", "voxtral_realtime") and not begins else 2)
                 assert turn < 2 or backend._next == memory
 
