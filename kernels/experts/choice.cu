@@ -8,8 +8,8 @@ namespace experts {
 using decode::FULL_WARP;
 
 // scores [rows, experts]; correction [experts] (null: none); x [rows, columns] and gate [columns] of T, of the expert that
-// every row goes through (null: there is none); scales [experts] of weights (null: 1). Experts from `first` to before `last` have ids that count from the first;
-// others' are -1, and their weights 0.
+// every row goes through (null: there is none); scales [experts] of weights (null: 1). Experts from `first` to before
+// `last` have ids that count from the first; others' are -1, and their weights 0.
 struct Choice {
     const float *scores, *correction;
     const void *x, *gate;
