@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from decode_models import FAMILIES, LLAMA, RECURRENT, SCALED
+from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, RECURRENT, SCALED
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.program import Program
+from edgellm.kernels.quantization.rows import quantize_rows
 
 DEEP = replace(LLAMA, num_layers=8)
 PROMPT_MODELS: dict[str, DecoderConfig] = {
@@ -27,6 +28,8 @@ PROMPT_MODELS: dict[str, DecoderConfig] = {
     "deepstack": replace(DEEP, deepstack_layers=3),
     "images": replace(DEEP, image_tokens=9),
 }
+#: Heads of drafts, of each generation.
+DRAFTS = {**HEADS, "eagle1": replace(EAGLE3, generation="1", feature_layers=(2,), layer_prefix="layers.0.")}
 
 
 def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
@@ -68,3 +71,18 @@ def assert_gives_what_the_program_does(engine: Any, program: Program, start: int
         engine.enqueue()
         for name in (*program.outputs, *program.states):
             np.testing.assert_allclose(found[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def assert_keeps_rows_of_8_bits(engine: Any, program: Program) -> None:
+    """An attached engine and the whole program read the same rows of 8 bits, and leave the same ones."""
+    expected = random_arrays(program, 13)
+    for name in [name for name in program.states if "_cache_" in name]:
+        values = np.random.default_rng(2).standard_normal(expected[name].shape, np.float32)
+        expected[name], expected[name.replace("cache", "scale")] = quantize_rows(values)
+    found = {name: array.copy() for name, array in expected.items()}
+    engine.bind(bound_to(found, program))
+    ProgramGraph(NumpyOperations(expected, expected), program).run()
+    engine.enqueue()
+    for name in (*program.outputs, *program.states):  # a value between two steps may have become either
+        atol = 1.0 if expected[name].dtype == np.int8 else 0.01
+        np.testing.assert_allclose(found[name].astype(float), expected[name], atol=atol, rtol=1e-3, err_msg=name)

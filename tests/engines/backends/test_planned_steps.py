@@ -13,11 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from absent_gpu import Module, prepare
-from decode_models import EAGLE3, HEADS, LLAMA, RECURRENT
+from decode_models import LLAMA, RECURRENT
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
+from prompt_arrays import (
+    DRAFTS,
+    assert_gives_what_the_program_does,
+    assert_keeps_rows_of_8_bits,
+    bound_to,
+    random_arrays,
+)
 from prompt_arrays import PROMPT_MODELS as MODELS
-from prompt_arrays import assert_gives_what_the_program_does, bound_to, random_arrays
 
 from edgellm.engines.backends import tensorrt_engine
 from edgellm.engines.backends.executors import Executors, planned_shapes, refusal_on
@@ -38,13 +44,11 @@ from edgellm.engines.model.steps import Attention, Normed, NormLinear, Step
 from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
-from edgellm.kernels.quantization.rows import quantize_rows
 
 DEEP, PROMPT = MODELS["deep"], EngineShape("prefill", 1, 32, 96, 96)
 INT4 = WeightFormat("int4", 32, True, "float16")
 #: Heads that no kernel takes: TensorRT attends.
 ODD_HEADS = replace(LLAMA, head_dim=20, rotary_dim=20)
-DRAFTS = {**HEADS, "eagle1": replace(EAGLE3, generation="1", feature_layers=(2,), layer_prefix="layers.0.")}
 #: Which steps TensorRT runs.
 WAYS: dict[str, Callable[[Step], bool]] = {
     "between attention": lambda step: not step.cuts,
@@ -179,19 +183,9 @@ def test_large_layers_are_cut_between_their_matrices(monkeypatch: pytest.MonkeyP
 
 def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:
     shape = replace(PROMPT, kv_cache="int8")
-    program, engine = model_program(DEEP, shape), planned_engine(DEEP, shape)
-    expected = random_arrays(program, 13)
-    for name in [name for name in program.states if "_cache_" in name]:
-        values = np.random.default_rng(2).standard_normal(expected[name].shape, np.float32)
-        expected[name], expected[name.replace("cache", "scale")] = quantize_rows(values)
-    found = {name: array.copy() for name, array in expected.items()}
+    engine = planned_engine(DEEP, shape)
     attach(engine)
-    engine.bind(bound_to(found, program))
-    ProgramGraph(NumpyOperations(expected, expected), program).run()
-    engine.enqueue()
-    for name in (*program.outputs, *program.states):  # a value between two steps may have become either
-        atol = 1.0 if expected[name].dtype == np.int8 else 0.01
-        np.testing.assert_allclose(found[name].astype(float), expected[name], atol=atol, rtol=1e-3, err_msg=name)
+    assert_keeps_rows_of_8_bits(engine, model_program(DEEP, shape))
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_slots": 2, "lora_rank": 8}], ids=["", "adapters"])

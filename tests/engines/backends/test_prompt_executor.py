@@ -8,10 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import EAGLE3, HEADS, LLAMA
+from decode_models import LLAMA
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
-from prompt_arrays import PROMPT_MODELS, assert_gives_what_the_program_does, bound_to, random_arrays
+from prompt_arrays import (
+    DRAFTS,
+    PROMPT_MODELS,
+    assert_gives_what_the_program_does,
+    assert_keeps_rows_of_8_bits,
+    bound_to,
+    random_arrays,
+)
 
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.numpy_operations import NumpyOperations
@@ -21,9 +28,7 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation, PackedMatrix, to_device_layout
-from edgellm.kernels.quantization.rows import quantize_rows
 
-DRAFTS = {**HEADS, "eagle1": replace(EAGLE3, generation="1", feature_layers=(2,), layer_prefix="layers.0.")}
 ADAPTED = {"lora_slots": 2, "lora_rank": 8}
 
 
@@ -64,20 +69,9 @@ def test_gives_what_a_draft_does(name: str, phase: str, batch: int, tokens: int)
 
 def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:
     config, shape = PROMPT_MODELS["deep"], EngineShape("prefill", 1, 72, 128, 128, kv_cache="int8")
-    program = model_program(config, shape)
-    expected = random_arrays(program, 13)
-    for name in [name for name in program.states if "_cache_" in name]:
-        values = np.random.default_rng(2).standard_normal(expected[name].shape, np.float32)
-        expected[name], expected[name.replace("cache", "scale")] = quantize_rows(values)
-    found = {name: array.copy() for name, array in expected.items()}
     engine = numpy_kernel_engine(config, shape, PromptTokens)
     engine.attach(NumpyKernelDevice(), np.zeros(engine.scratch_bytes, np.uint8))
-    engine.bind(bound_to(found, program))
-    ProgramGraph(NumpyOperations(expected, expected), program).run()
-    engine.enqueue()
-    for name in (*program.outputs, *program.states):  # a value between two steps may have become either
-        atol = 1.0 if expected[name].dtype == np.int8 else 0.01
-        np.testing.assert_allclose(found[name].astype(float), expected[name], atol=atol, rtol=1e-3, err_msg=name)
+    assert_keeps_rows_of_8_bits(engine, model_program(config, shape))
 
 
 @pytest.mark.parametrize("lora", [{}, ADAPTED], ids=["", "adapters"])
