@@ -57,12 +57,6 @@ def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_l
     return next((f"kernels cannot run {title}: {reason}" for title, reason in found.items()), None)
 
 
-def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> str | None:
-    """The `kernel_refusal` on GPUs of a compute capability ("sm_90")."""
-    limit = shared_limit_of(capability)
-    return f"no kernels for {capability}" if limit is None else kernel_refusal(config, shape, dtype, limit)
-
-
 def shared_limit_of(capability: str) -> int | None:
     """The shared memory that a block may have on GPUs of a compute capability, of the one that is there by its own
     word; None where no kernels are made for them."""

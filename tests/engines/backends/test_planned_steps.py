@@ -26,7 +26,7 @@ from prompt_arrays import (
 from prompt_arrays import PROMPT_MODELS as MODELS
 
 from edgellm.engines.backends import tensorrt_engine
-from edgellm.engines.backends.executors import Executors, planned_shapes, refusal_on
+from edgellm.engines.backends.executors import Executors, planned_shapes, shared_limit_of
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.platform import find_tensorrt
@@ -385,7 +385,8 @@ def test_what_is_planned() -> None:
     assert {f"base.prefill-b1-t{tokens}-s{run}" for tokens in (128, 512) for run in ("0-1", "2-6")} <= names
     unknown = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_75")]
     assert "base.prefill-b1-t512-l4096" in unknown and not any("-s" in name for name in unknown)
-    assert refusal_on(LLAMA, limits.base_shape("decode", 1, 1, 1024), "float16", "sm_75") == "no kernels for sm_75"
+    ways = Executors({"base": LLAMA}, limits, "float16", shared_limit_of("sm_75"))
+    assert ways.refusal(limits.base_shape("decode", 1, 1, 1024)) == "no kernels for this GPU"
 
 
 def test_packed_models_have_plans_of_runs_alone() -> None:

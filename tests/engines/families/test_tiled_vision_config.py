@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgellm.engines.backends.executors import refusal_on
+from edgellm.engines.backends.executors import kernel_refusal, shared_limit_of
 from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
@@ -223,7 +223,8 @@ def test_minicpm_v_shows_the_whole_before_its_slices(tmp_path: Path) -> None:
 def test_kernels_take_encoders_of_published_sizes(name: str, vision: dict[str, Any], capability: str) -> None:
     config = vision_of(name, vision=vision)
     shape = vision_shape(config.rows_for_patches(4096))
-    assert refusal_on(config, shape, "bfloat16", capability) is None
+    limit = shared_limit_of(capability)
+    assert limit is not None and kernel_refusal(config, shape, "bfloat16", limit) is None
 
 
 def test_images_of_larger_gemma_4_see_themselves() -> None:
