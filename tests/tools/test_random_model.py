@@ -188,6 +188,7 @@ def test_weights_of_gguf_files_have_their_sizes_and_are_those_of_dense_ones(
         ("qwen3-30b-a3b", "q4_k_m", 2, {"num_experts": 8}),
         ("gpt-oss-20b", "mxfp4_moe", 2, {"num_local_experts": 8, "intermediate_size": 256}),
         ("lfm2-8b-a1b", "q4_k_m", 3, {"num_experts": 8}),
+        ("qwen3.5-35b-a3b", "q4_k_m", 4, {"num_experts": 8, "shared_expert_intermediate_size": 256, "head_dim": 256}),
     ],
 )
 def test_a_random_gguf_file_of_a_mixture_is_read_as_its_model(
