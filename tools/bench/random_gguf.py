@@ -138,7 +138,11 @@ def _layer(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
         found["shortconv.conv.weight"] = hidden, config.conv_width
     else:
         queries, keys = config.query_size, config.kv_size
-        linears = {"attn_q": ((1 + config.attention_gate) * queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
+        linears = {
+            "attn_q": ((1 + config.attention_gate) * queries, hidden),
+            "attn_k": (keys, hidden),
+            "attn_v": (keys, hidden),
+        }
         linears["attn_output"] = hidden, queries
         if config.qk_norm:
             found |= dict.fromkeys(("attn_q_norm.weight", "attn_k_norm.weight"), (config.head_dim,))
