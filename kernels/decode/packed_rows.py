@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, padded_columns, slice_steps
 from edgellm.kernels.decode.geometries import NORM_SUMS_BYTES
-from edgellm.kernels.decode.packed_linear import packed_tilings
-from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, packed_tiles
+from edgellm.kernels.decode.packed_tiles import FEW_MULTIPROCESSORS, is_plain, packed_tiling
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.fitted import fitted
@@ -23,8 +22,9 @@ _FITTED = "packed layers of few rows"
 _OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _DEEP_TILES, _FINE_BYTES, _EXPERTS = fitted(
     _FITTED, *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "deep_tiles", "fine_bytes", "experts")
 )
-#: By rows and columns, of 4 bits in one group a block, where there are more multiprocessors than so many.
-_MEASURED, _FEW_MULTIPROCESSORS = {tuple(each[:2]): each[2:] for each in fitted(_FITTED, "measured")[0]}, 64
+#: By rows and columns, of plain layouts where there are many multiprocessors.
+_MEASURED = {tuple(each[:2]): each[2:] for each in fitted(_FITTED, "measured")[0]}
+_MOST_PLAIN_ROWS, _APART = fitted(_FITTED, "most_plain_rows", "apart")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str |
     if packed_rows(batch, layout, gpu, normed=False) is not None:
         return None
     try:
-        packed_tilings(batch, layout, gpu) if batch < LEAST_ROWS else packed_tiles(batch, layout, gpu)
+        packed_tiling(batch, layout, gpu)
     except KernelError as error:
         return str(error)
     return None
@@ -109,12 +109,14 @@ def packed_rows_ways(
     batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool, experts_rows: int = 0
 ) -> list[PackedRows]:
     """All that have room, the fastest first."""
-    if batch > MAX_PACKED_ROWS:
+    many = gpu.multiprocessors > FEW_MULTIPROCESSORS
+    most = _MOST_PLAIN_ROWS if many and is_plain(layout) and not experts_rows else MAX_PACKED_ROWS
+    if batch > most:
         return []
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
     one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
     found = []
-    forms = (*_experts_forms(experts_rows, sharing, layout, gpu), *_forms(one, layout, gpu, experts_rows > 0))
+    forms = (*_experts_forms(experts_rows, sharing, layout, gpu), *_forms(batch, layout, gpu, experts_rows > 0))
     for weight_tiles, depth, blocks, resident, *more in forms:
         late, most = (*more, False, 0)[:2]
         most = most or (8 // weight_tiles if one else 2)
@@ -129,20 +131,23 @@ def packed_rows_ways(
 def _experts_forms(rows: int, sharing: int, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:
     """What was found fast for experts that `rows` chose: of 4 bits, where a warp's share of K is a block of weights."""
     share = slice_steps(layout.columns) * STEP * SLICES // sharing
-    if not rows or not gpu.has_clusters or layout.format.bits > 4 or layout.scales > 1 or share != BLOCK_COLUMNS:
+    if not rows or not gpu.has_clusters or not is_plain(layout) or share != BLOCK_COLUMNS:
         return ()
     return tuple(forms[sharing == SLICES] for most, forms in _EXPERTS.items() if rows <= most)[:1]
 
 
-def _forms(one: bool, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[tuple[int, ...], ...]:
+def _forms(batch: int, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[tuple[int, ...], ...]:
     """What was found fast in whole steps."""
     if not gpu.has_clusters:
         return _ALONE
-    is_plain = one and not of_experts and layout.format.bits <= 4 and layout.scales == 1
-    measured = _MEASURED.get((layout.rows, layout.columns)) if is_plain else None
-    if measured is not None and gpu.multiprocessors > _FEW_MULTIPROCESSORS:
-        return measured, *_OVERLAPPING
+    one, plain = batch == 1, is_plain(layout) and not of_experts
     tiles = -(-layout.rows // (2 * BLOCK_ROWS * gpu.multiprocessors))
+    is_brief = slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
+    if plain and gpu.multiprocessors > FEW_MULTIPROCESSORS:
+        if one and (measured := _MEASURED.get((layout.rows, layout.columns))) is not None:
+            return measured, *_OVERLAPPING
+        if batch > MAX_NORMED_ROWS and is_brief and tiles <= max(_APART):
+            return _APART[next(most for most in _APART if tiles <= most)], *_OVERLAPPING
     share = slice_steps(layout.columns) // slices_end_every(layout.columns)  # blocks of weights, of a warp
     if not of_experts and 4 * layout.rows <= 2 * BLOCK_ROWS * gpu.multiprocessors and 2 < share <= 6:
         return (1, share, 2, 2), *_OVERLAPPING  # few blocks, whose weights all come before their kernel waits
@@ -151,9 +156,9 @@ def _forms(one: bool, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> 
     if tiles > 8:
         return _MORE_TILES, *_OVERLAPPING
     is_small = 4 * layout.rows <= 3 * 2 * BLOCK_ROWS * gpu.multiprocessors
-    if is_plain and is_small and share > 2:
+    if plain and is_small and share > 2:
         return _DEEP_TILES, *_OVERLAPPING
-    is_fine, is_brief = layout.scales > 1, slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
+    is_fine = layout.scales > 1
     if not is_brief and is_fine and layout.format.bits == 8:
         return _FINE_BYTES, *_OVERLAPPING
     if not is_brief or tiles == 2 or (is_fine and tiles not in _BY_TILES):

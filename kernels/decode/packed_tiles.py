@@ -7,22 +7,24 @@ from itertools import product
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
+from edgellm.kernels.decode.packed_linear import PackedTiling, packed_tilings
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.fitted import fitted
 from edgellm.kernels.launch import Kernel
-from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Bytes of the places where rows begin; steps of a block of weights.
 _BEGINS, _BLOCK_STEPS = 256, BLOCK_COLUMNS // STEP
 #: Tiles of activations that kernels are made for.
 _TOKEN_TILES = (1, 2, 3, 4, 6, 8)
-#: The fewest rows of activations.
+#: The fewest rows of activations that have tiles alone, unless layers have adapters.
 LEAST_ROWS = 9
 #: What `fitted.json` says of each.
 _FITTED = "packed layers of 9 to 64 rows"
-_OF_MANY, _OF_FEW, _FEW_MULTIPROCESSORS = fitted(_FITTED, "many", "few", "few_multiprocessors")
+_OF_MANY, _OF_FEW, FEW_MULTIPROCESSORS = fitted(_FITTED, "many", "few", "few_multiprocessors")
+_NARROW, _WIDE = fitted(_FITTED, "narrow", "wide")
 _STARTS, _COPIED, _JOINS, _UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = fitted(
     _FITTED, "starts", "copied", "joins", "unhidden", "dequantizes", "barriers", "few_warps"
 )
@@ -95,9 +97,23 @@ class PackedTiles:
         return _STARTS + once + steps * step + (tiles - 1) * _JOINS * self.k_warps
 
 
+def packed_tiling(batch: int, layout: DeviceLayout, gpu: Capacity, adapted: bool = False) -> PackedTiles | PackedTiling:
+    """The fastest known, for `batch` rows of activations that kernels of few rows do not take. Raises KernelError."""
+    tiles = layout.rows / (2 * BLOCK_ROWS * gpu.multiprocessors)
+    in_tiles = batch >= LEAST_ROWS or (is_plain(layout) and not _NARROW < tiles < _WIDE)
+    if in_tiles and not adapted:
+        return packed_tiles(batch, layout, gpu)[0]
+    return packed_tilings(batch, layout, gpu, adapted)[0]
+
+
+def is_plain(layout: DeviceLayout) -> bool:
+    """Whether weights have codes of 4 bits or fewer in one group a block of columns, as those that were measured."""
+    return layout.format.bits <= 4 and layout.scales == 1
+
+
 def packed_tiles(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiles]:
     """All that take `batch` rows of activations in the shared memory that a block gets, the fastest first."""
-    forms = _OF_FEW if gpu.multiprocessors <= _FEW_MULTIPROCESSORS else _OF_MANY
+    forms = _OF_FEW if gpu.multiprocessors <= FEW_MULTIPROCESSORS else _OF_MANY
     chosen = forms[next(most for most in forms if most >= batch)]
     fitting = [_fitting(PackedTiles(*sizes), batch, layout, gpu) for sizes in chosen]
     found = [tiling for tiling in fitting if tiling is not None]

@@ -26,8 +26,8 @@ from edgellm.kernels.decode.arguments import (
     rows_of,
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, STEP, LinearWeights, activation_number, padded_columns
-from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel, packed_tilings
-from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles, tiles_kernel
+from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel
+from edgellm.kernels.decode.packed_tiles import PackedTiles, packed_tiling, tiles_kernel
 from edgellm.kernels.decode.tilings import (
     BARRIER_BYTES,
     MOST_STAGES,
@@ -213,14 +213,12 @@ class CudaTiledKernels:
         batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(TiledLinear)
         adapted = linear.adapters is not None
         self._check_packed(name, layout)
-        if tiling is None and batch >= LEAST_ROWS and not adapted:
-            tiling = packed_tiles(batch, layout, self.gpu)[0]
+        tiling = tiling or packed_tiling(batch, layout, self.gpu, adapted)
         if isinstance(tiling, PackedTiles):
             kernel = tiles_kernel(name, self.dtype, tiling, layout, bytes_given)
             grid = tiling.grid(batch, layout.rows, self.gpu)
             shared = tiling.shared_bytes(layout.block_bytes, layout.columns)
         else:
-            tiling = tiling or packed_tilings(batch, layout, self.gpu, adapted)[0]
             kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given, adapted)
             grid = tiling.grid(layout.rows, self.gpu)
             shared = tiling.shared_bytes(layout.block_bytes, layout.columns, batch, adapted)

@@ -69,15 +69,14 @@ class Forms:
     def __init__(self) -> None:
         self.found: dict[Shape, list[Any]] = {}
         self.forced: dict[Shape, Any] = {}
-        self._rows, self._tiles = packed_rows.packed_rows_ways, packed_tiles.packed_tiles
+        self._rows, self._tiles = packed_rows.packed_rows_ways, packed_tiles.packed_tiling
 
     @contextmanager
     def before(self) -> Iterator[None]:
         """Within, layers get their forms here; those of 2 to 8 rows may have those of 9 to 64."""
         with (
             patch.object(packed_rows, "packed_rows_ways", self._of_rows),
-            patch.object(tiled_linear, "packed_tiles", self._of_tiles),
-            patch.object(tiled_linear, "LEAST_ROWS", 2),
+            patch.object(tiled_linear, "packed_tiling", self._of_tiles),
         ):
             yield
 
@@ -91,16 +90,15 @@ class Forms:
             self.found[shape] = [*dict.fromkeys(every + more)]
         return ships if form is None else [form] if isinstance(form, packed_rows.PackedRows) else []
 
-    def _of_tiles(self, batch: int, layout: Any, gpu: Any) -> list[Any]:
-        shape, own = (batch, layout.rows, layout.columns, 0), packed_linear.packed_tilings
-        ships = (own if batch < packed_tiles.LEAST_ROWS else self._tiles)(batch, layout, gpu)[:1]
-        self.found.setdefault(shape, [*dict.fromkeys(ships + self._tiled(batch, layout, gpu))])
-        return [self.forced[shape]] if shape in self.forced else ships
+    def _of_tiles(self, batch: int, layout: Any, gpu: Any, adapted: bool = False) -> Any:
+        shape, ships = (batch, layout.rows, layout.columns, 0), self._tiles(batch, layout, gpu, adapted)
+        self.found.setdefault(shape, [*dict.fromkeys([ships, *self._tiled(batch, layout, gpu)])])
+        return self.forced.get(shape, ships)
 
     def _tiled(self, batch: int, layout: Any, gpu: Any) -> list[Any]:
         forms = dict.fromkeys((1, 2, 4, 8), TILINGS)
         with patch.object(packed_linear, "_FORMS", forms), patch.object(packed_tiles, "_OF_MANY", {64: TILES}):
-            return [*self._tiles(batch, layout, gpu), *packed_linear.packed_tilings(batch, layout, gpu)]
+            return [*packed_tiles.packed_tiles(batch, layout, gpu), *packed_linear.packed_tilings(batch, layout, gpu)]
 
 
 def sweep(engine: Any, module: Any, graph_of: Callable[[Any], Any], microseconds: Callable[[Any], float]) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 def every_tiling(rows: int, layout: DeviceLayout, gpu: Capacity) -> list:
     """Those of few rows; of many some of both kinds of kernels, and one that no choice has."""
     if rows < LEAST_ROWS:
-        return packed_tilings(rows, layout, gpu)
+        return [*packed_tilings(rows, layout, gpu), *packed_tiles(rows, layout, gpu)]
     others = PackedTiles(2, 1, 2, 4, 2, 3), PackedTiles(4, 2, 1, 4, 3, 4, 2), PackedTiles(2, 1, 3, 1, 2, 3, 4)
     return [packed_tilings(rows, layout, gpu)[0], *packed_tiles(rows, layout, gpu)[:2], others[rows % 3]]
 
@@ -205,7 +205,7 @@ def test_gates_and_ups_in_two_formats_have_the_bits_of_the_dequantized_weight(
         few.gate_rows(output, activation, apart)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 30, 64])
+@pytest.mark.parametrize("rows", [1, 8, 16, 30, 64])
 @pytest.mark.parametrize(("width", "columns"), [(336, 520), (4096, 2048)])
 def test_gates_and_residuals_get_the_bits_of_the_dequantized_weight(
     gpu, rows: int, width: int, columns: int, monkeypatch: pytest.MonkeyPatch
@@ -219,8 +219,7 @@ def test_gates_and_residuals_get_the_bits_of_the_dequantized_weight(
     kernels.linear_residual(x, LinearWeights(dense), residual, sums, 0.5)()
     expected = gpu.download(gates), gpu.download(sums)
     for tiling in every_tiling(rows, packed.layout, kernels.gpu):
-        for choice in ("packed_tilings", "packed_tiles"):
-            monkeypatch.setattr(tiled_linear, choice, lambda *_, tiling=tiling: [tiling])
+        monkeypatch.setattr(tiled_linear, "packed_tiling", lambda *_, tiling=tiling: tiling)
         gpu.upload(gates, np.full(gates.shape, np.nan, np.float16))
         kernels.gate_up(x, LinearWeights(packed), "silu", gates)()
         kernels.linear_residual(x, LinearWeights(packed), residual, sums, 0.5)()
