@@ -287,4 +287,4 @@ def test_forms_of_packed_layers_are_tried_shape_by_shape(
     lines = capsys.readouterr().out.splitlines()
     shapes = [number for number, line in enumerate(lines) if line.startswith("(")]
     assert len(shapes) == 4 and all(" 98.0 us, as it ships     100.0: Packed" in lines[each + 1] for each in shapes)
-    assert lines[-1] == "all that are faster, 92.0 us, as it ships 100.0"
+    assert lines[-1] == "all that are faster: 92.0 us, as it ships 100.0"
