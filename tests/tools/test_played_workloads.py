@@ -93,3 +93,21 @@ def test_given_candidates_are_taken_with_rules_and_without(player: Any) -> None:
             taken = counted(player.runner)
             player.seconds([player.script([text])], policy)
             assert taken == expected
+
+
+def test_texts_are_played_by_an_engine_directory_within_other_limits(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repository / "tools" / "bench"))
+    from edgellm.engines.directories.engine_directory import EngineDirectory
+    from edgellm.opened_model import SHIPPED_MODEL
+    from tools.bench.drafting_simulation import Text
+    from tools.bench.played_workloads import Player, opened
+
+    directory, said = EngineDirectory.open(SHIPPED_MODEL), [place * 31 % 300 for place in range(13)]
+    limits = replace(LIMITS, max_batch=directory.limits.max_batch + 1)
+    texts = [Text(list(range(5, 25)), said, [0.5] * 13, [0.4] * 13)] * limits.max_batch
+    with opened(directory, limits, "numpy") as runner:
+        player = Player(runner)
+        times = player.seconds([player.script(texts)], FixedDrafter(player.plans[0]))
+        assert runner.limits.max_batch == len(times) and all(len(each) == 12 for each in times)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgellm.engines.backends.kernel_engine import stand_in
+from edgellm.engines.building.needed_kernels import AbsentBackend
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
@@ -17,6 +19,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain, tree
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.experts.choice import chosen_experts
+from edgellm.kernels.gpu import absent_gpu
 
 LIMITS = EngineLimits(1, 16, 240, draft_top_k=4, draft_steps=3, verify_tree_size=12)
 PROMPT = list(range(5, 40))
@@ -228,8 +231,7 @@ def test_a_random_gguf_file_of_a_mixture_is_read_as_its_model(
 def test_experts_of_a_random_model_are_chosen_as_often_as_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    """Routers that have no number of each expert for the choice, and that have one, whose experts rank otherwise in
-    each layer."""
+    """By a softmax and by a sigmoid; ranks are others in each layer."""
     from experts_speed import drawn_choices
     from mixture_speed import corrections, skew, with_corrections
     from random_checkpoint import SHAPES, with_layers
@@ -238,16 +240,40 @@ def test_experts_of_a_random_model_are_chosen_as_often_as_is_drawn(
     small = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 64, "head_dim": 16}
     monkeypatch.setitem(SHAPES, shape, with_layers(SHAPES[shape], 4) | small | {"num_attention_heads": 8})
     directory = with_corrections(shape_directory(tmp_path, shape, EngineLimits(1, 16, 32)))
-    mixture, random, rows = directory.config.mixture, np.random.default_rng(7), 2000
-    assert mixture is not None
+    mixture: Any = directory.config.mixture
     with random_runner(directory, "numpy") as runner:
         skew(runner, mixture, 2048)
-        added = [weight for name, weight in runner.weights.items() if name.endswith("bias") and weight.ndim == 1]
-    assert len(added) == 4 - len(mixture.dense_layers) and not np.array_equal(added[0], added[1])
-    by_rank = corrections(mixture, 2048)
-    assert np.array_equal(np.sort(added[0]), np.sort(by_rank))
+        *_, before, last = (weight for name, weight in runner.weights.items() if name.endswith("expert_bias"))
+    by_rank, random, rows = corrections(mixture, 2048), np.random.default_rng(7), 2000
+    assert not np.array_equal(before, last) and np.array_equal(np.sort(last), np.sort(by_rank))
     given = random.normal(0, 0.02 * 2048**0.5, (rows, mixture.experts)).astype(np.float32)
     drawn = drawn_choices(random, np.arange(mixture.experts), rows, mixture.chosen)
-    ids = chosen_experts(given, mixture.routing, by_rank)[0]
-    found, wanted = (np.bincount(each.ravel(), minlength=mixture.experts) / rows for each in (ids, drawn))
+    chosen = chosen_experts(given, mixture.routing, by_rank)[0]
+    found, wanted = (np.bincount(ids.ravel(), minlength=mixture.experts) / rows for ids in (chosen, drawn))
     assert np.abs(found - wanted).max() < 0.08
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_forms_of_packed_layers_are_tried_shape_by_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: int
+) -> None:
+    """On a GPU that is not there; a step takes the less, the more of its launches are others than ship."""
+    from form_speed import sweep
+    from random_checkpoint import SHAPES
+    from random_model import random_directory
+
+    config = replace(small_config(SHAPES["llama-1b"]), hidden_size=256, intermediate_size=768, num_layers=2)
+    directory = random_directory(tmp_path, config, EngineLimits(1, 16, 64), "float16", "int4")
+    limits, gpu = directory.limits, absent_gpu("sm_90", 132, 227 << 10)
+    backend = AbsentBackend({"base": config}, limits, "float16", directory.layouts, gpu)
+    engine: Any = backend.load_engine(limits.base_shape("verify" if rows > 1 else "decode", 1, rows, 64, rows))
+    engine.attach(backend, backend.empty((1 << 30,), "uint8"))
+    engine._bound = {name: replace(engine._memory, shape=own[0], dtype=own[1]) for name, own in engine.tensors.items()}
+    engine._bound |= {name: stand_in(own, engine._memory) for name, own in directory.layouts["base"].items()}
+    backend.prepare_steps()
+    ships = {launch.name for launch in engine.launches()}
+    sweep(engine, backend.module, lambda step: step, lambda step: 100.0 - sum(each.name not in ships for each in step))
+    lines = capsys.readouterr().out.splitlines()
+    shapes = [number for number, line in enumerate(lines) if line.startswith("(")]
+    assert len(shapes) == 4 and all(" 98.0 us, as it ships     100.0: Packed" in lines[each + 1] for each in shapes)
+    assert lines[-1] == "all that are faster: 92.0 us, as it ships 100.0"

@@ -1,15 +1,12 @@
 """Times each hand-written kernel of decode and verify steps alone, with the shapes of Llama-3.2-1B and random weights.
 
-    python tools/bench/kernel_speed.py [steps] [attention] [linear] [variants] [forms] [--rows 1 8 16]
+    python tools/bench/kernel_speed.py [steps] [attention] [linear] [variants] [--rows 1 8 16]
 
 Each number is the time of one launch in a CUDA graph of sixteen, each with weights of its own (together more than the
 cache holds), median of five; GB/s are those of the weights, shares of the bandwidth that is read before and behind them
 (`--as orin` and the like: of a part of the GPU, see `as_device.py`). Then whole steps, as they are and without some of
 their kernels, which shows what those cost where kernels overlap. `variants` are other tilings of the kernels of many
-rows, and whether their results have the same bits. `forms`: decode loops of Q4_K_M of `--shapes`, where layers of K
-types of more than eight tiles a multiprocessor (wide), or of fewer, take another form of the kernels of few rows than
-they ship with (columns of "packed layers of few rows" in fitted.json): a minute a shape. Needs pycuda and a GPU, not
-TensorRT.
+rows, and whether their results have the same bits. Needs pycuda and a GPU, not TensorRT.
 """
 
 from __future__ import annotations
@@ -17,13 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -33,7 +27,6 @@ from as_device import one_of, parse
 from device_limits import Readings, device_limits, read_around
 from probes import weight_bytes
 from provenance import provenance
-from random_model import loop_milliseconds, random_runner, shape_directory
 
 from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
@@ -43,10 +36,9 @@ from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import PRESENT, decoder_states, state_edge
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode import packed_rows
 from edgellm.kernels.decode.attention import attention_launch
 from edgellm.kernels.decode.attention_geometries import AttentionShape, attention_partials
 from edgellm.kernels.decode.contract import (
@@ -70,17 +62,13 @@ LAYERS = LLAMA.num_layers
 MORE_ROWS = 96
 KV_CACHES = ("compute", "int8")
 REPEATS, SERIES = 10, 5
-#: Weight tiles, depth, blocks on a multiprocessor, and how many find room.
-FORMS = ((2, 2, 2, 2), (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (2, 4, 1, 1))
 EPSILON = LLAMA.rms_norm_eps
-#: Of loops of whole models.
-LIMITS = EngineLimits(1, 16, 1024)
 
 
 class Bench:
     """Memory, kernels and the stopwatch."""
 
-    def __init__(self, contexts: Sequence[int] = (530,), shapes: Sequence[str] = ()) -> None:
+    def __init__(self, contexts: Sequence[int] = (530,)) -> None:
         self.device = CudaDevice()
         self.module = KernelModule(self.device.gpu, self.device.stream)
         self.kernels = CudaDecodeKernels(self.module, "float16", LLAMA.head_dim)
@@ -88,7 +76,7 @@ class Bench:
         self.random = np.random.default_rng(0)
         noise = (self.random.standard_normal(1 << 22) * 0.02).astype(np.float16)
         self._noise = cache(lambda dtype, scale: (noise * scale).astype(dtype))  # half-precision products take long
-        self.contexts, self.shapes, self.results = contexts, shapes, dict[str, Any]()
+        self.contexts, self.results = contexts, dict[str, Any]()
         self._around: tuple[Readings, int] | None = None
 
     def array(self, shape: Sequence[int], dtype: str = "float16", scale: float = 1.0) -> DeviceArray:
@@ -285,40 +273,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
                 bench.report(f"{name} without {left_out}", rows, bench.microseconds([enqueue], "step"))
 
 
-def time_forms(bench: Bench, _rows: Sequence[int]) -> None:
-    """Whole decode loops of Q4_K_M, in microseconds of a token."""
-    work = Path(tempfile.gettempdir()) / "edgellm-bench"
-    for shape, (wide, form) in product(bench.shapes, ((None, FORMS[0]), *product((True, False), FORMS))):
-        with preferred(form, wide), random_runner(shape_directory(work, shape, LIMITS, "q4_k_m")) as runner:
-            spans = [loop_milliseconds(runner, 128, 100) for _ in range(4)][1:]
-        name = "as it ships" if wide is None else f"{'wide' if wide else 'others'} {form}"
-        bench.report(f"{shape}, {name}", 1, 1000 * median(spans))
-
-
-@contextmanager
-def preferred(form: tuple[int, ...], wide: bool | None) -> Iterator[None]:
-    """One row times K types takes a form, where there is room, in layers that are `wide` or not; None: in none."""
-    ships = packed_rows._forms
-
-    def forms(one: bool, layout: Any, gpu: Any, of_experts: bool) -> tuple[tuple[int, ...], ...]:
-        is_wide = -(-layout.rows // (16 * gpu.multiprocessors)) > 8
-        found = ships(one, layout, gpu, of_experts)
-        return (form, *found) if one and layout.kind == "levels" and is_wide is wide else found
-
-    packed_rows._forms = forms
-    try:
-        yield
-    finally:
-        packed_rows._forms = ships
-
-
-SECTIONS = {
-    "steps": time_steps,
-    "attention": time_attention,
-    "linear": time_linear,
-    "variants": time_variants,
-    "forms": time_forms,
-}
+SECTIONS = {"steps": time_steps, "attention": time_attention, "linear": time_linear, "variants": time_variants}
 
 
 def main() -> None:
@@ -328,10 +283,9 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", type=one_of(*SECTIONS), default=usual)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[530], help="of attention and whole steps")
-    parser.add_argument("--shapes", nargs="+", default=["llama-8b", "llama-1b"], help="of `forms`")
     parser.add_argument("--output", type=Path)
     arguments = parse(parser)
-    bench = Bench(arguments.contexts, arguments.shapes)
+    bench = Bench(arguments.contexts)
     print(bench.device.gpu.name, bench.module.multiprocessors, "multiprocessors")
     for section in arguments.sections:
         SECTIONS[section](bench, arguments.rows)

@@ -2,8 +2,10 @@
 
     python -m tools.bench.played_workloads [--shapes shipped] [--weights float16] [--backend tensorrt] [--turns 5]
                                            [--tokens 1536] [--seconds 100] [--only WORDS] [--output RESULTS.json]
+                                           [--directory ENGINE_DIR]
 
-Weights are random, of the shapes of a published model or the shipped one; loop, learner, index and rules' masks are
+Weights are random, of the shapes of a published model or the shipped one, or those of an engine directory with a draft
+model, whose limits are not heeded; loop, learner, index and rules' masks are
 the real ones; what is drawn, and how far the draft model's guesses are right, is what the text says (`known_answers`).
 
 Workloads that differ by their device alone are one. Each is decoded by every fixed plan of the draft model once, then
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +44,7 @@ from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.drafter import FixedDrafter, Policy
 from edgellm.drafting.drafters import candidate_plans
 from edgellm.drafting.learner import Learner
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
@@ -188,10 +192,19 @@ def name_of(workload: Workload) -> str:
     return f"{workload.drafts}: {' + '.join(workload.kinds)}, batch {workload.batch}, T {workload.temperature}"
 
 
+def opened(directory: EngineDirectory, limits: EngineLimits, backend: str) -> AbstractContextManager[DecodingRunner]:
+    """The runner of an engine directory's base and draft model, within other limits."""
+    named = ("max_batch", "prefill_chunk", "kv_capacity", "draft_top_k", "draft_steps", "verify_tree_size")
+    own = replace(directory.limits, **{name: getattr(limits, name) for name in named})
+    directory = replace(directory, limits=replace(own, window_rows=own.rows_for_window(directory.config.window)))
+    return closing(DecodingRunner.open(open_backend(backend, directory), directory))
+
+
 def main() -> None:
     """Play, print a line each, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=("shipped", *SHAPES), default="shipped")
+    parser.add_argument("--directory", type=Path, metavar="ENGINE_DIR")
     parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0])
     parser.add_argument("--backend", choices=("tensorrt", "numpy"), default="tensorrt")
     parser.add_argument("--turns", type=int, default=5)
@@ -201,7 +214,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parse(parser)
     began = time.perf_counter()
-    results: dict[str, Any] = {**provenance(), "shapes": arguments.shapes, "weights": arguments.weights}
+    published = arguments.directory and EngineDirectory.open(arguments.directory)
+    shapes = published.path.name if published else arguments.shapes
+    results: dict[str, Any] = {**provenance(), "shapes": shapes, "weights": arguments.weights}
     is_shipped = arguments.shapes == "shipped"
     config = EngineDirectory.open(SHIPPED_MODEL).config if is_shipped else decoder_config(SHAPES[arguments.shapes])
     chosen = [each for each in distinct(arguments.tokens) if arguments.only in name_of(each)]
@@ -212,8 +227,12 @@ def main() -> None:
             break
         limits = EngineLimits(batch, CHUNK, CAPACITY, **sizes)
         folder = Path(tempfile.gettempdir()) / "edgellm-played" / f"{arguments.shapes}-{arguments.weights}-{batch}"
-        directory = random_directory(folder, config, limits, config.dtype, arguments.weights)
-        with random_runner(directory, arguments.backend) as runner:
+        if published:
+            running = opened(published, limits, arguments.backend)
+        else:
+            directory = random_directory(folder, config, limits, config.dtype, arguments.weights)
+            running = random_runner(directory, arguments.backend)
+        with running as runner:
             player = Player(runner)
             for workload in chosen:
                 if workload.batch == batch and time.perf_counter() - began <= arguments.seconds:
