@@ -67,7 +67,6 @@ class CudaBackend(CudaDevice):
     """
 
     name = "tensorrt"
-    executor = "auto"
     steps_ahead = 1
     gpus = 1
     fixed_shapes = True
@@ -77,6 +76,7 @@ class CudaBackend(CudaDevice):
     rank: CudaRank | None = None
     #: In how many GPUs' memory the base's table of embeddings is.
     table_pieces = 1
+    _asked = "auto"
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CudaBackend(CudaDevice):
         """`packed` are the `model_layouts` of a directory with packed weights, `executor` is one of
         `base.EXECUTORS`, `gpu` an index, `share` what a rank has of the base's steps (None: all)."""
         self.share = share
-        self._directory, self._packed, self.executor = directory, packed or {}, executor
+        self._directory, self._packed, self._asked = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
         self._plans: TensorRTPlans | None = None  # loaded where a shape needs a plan
         self._opened: ExitStack | None = None
@@ -242,7 +242,12 @@ class CudaBackend(CudaDevice):
         """What runs which shapes on this GPU."""
         directory, limit = self._directory, self._module.shared_limit
         models = directory.models
-        return Executors(models, directory.limits, self.compute_dtype, limit, self._packed, self.executor)
+        return Executors(models, directory.limits, self.compute_dtype, limit, self._packed, self._asked)
+
+    @property
+    def executor(self) -> str:
+        """See `Backend`: TensorRT where it runs a step of the base that kernels refuse, whose rows have its bits."""
+        return "tensorrt" if self.share is None and self.executors.refused["base"] else self._asked
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""

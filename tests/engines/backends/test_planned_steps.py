@@ -33,6 +33,7 @@ from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.steps.table import TABLE, step_program
 from edgellm.engines.backends.tensorrt_engine import TensorRTPlans
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
+from edgellm.engines.building.needed_kernels import AbsentBackend
 from edgellm.engines.errors import EngineError, MissingDependencyError
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model import segments
@@ -42,6 +43,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import planned_runs, segment_of
 from edgellm.engines.model.steps import Attention, Normed, NormLinear, Step
 from edgellm.kernels.decode import tiled_linear
+from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
@@ -295,6 +297,9 @@ def test_a_refused_step_costs_that_step_alone_in_every_shape() -> None:
         assert set(ways.plans(shape)) <= set(needed) and ways.plans(shape)
         assert "of rank 72" in str(ways.refusal(shape))
     assert all(shape.segment for shape in needed)
+    for rank, bound in ((72, "tensorrt"), (64, "auto")):  # what snapshots are bound to
+        own, gpu = replace(limits, max_lora_rank=rank), absent_gpu("sm_86", 46, 99 << 10)
+        assert AbsentBackend({"base": LLAMA}, own, "float16", {}, gpu).executor == bound
 
 
 def test_an_attention_that_kernels_refuse_is_tensorrts_alone() -> None:
