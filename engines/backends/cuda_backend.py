@@ -116,18 +116,18 @@ class CudaBackend(CudaDevice):
         """Those that all engines share; each loads a kernel when a launch first needs it."""
         self._engines: list[BoundEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
-        self._many = CudaTiledKernels(self._module, self.compute_dtype)
-        self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
         self._prefill = CudaPrefill(self._module)
         self._encoder = CudaEncoder(self._module)
-        self._experts = CudaSortedExperts(self._module, self.compute_dtype)
 
     @property
     def kernel_module(self) -> KernelModule:
         """The kernels of its context and stream."""
         return self._module
 
-    # What kernels do, made when it is first asked for.
+    # What kernels do, made when it is first asked for: of a model in float32 TensorRT runs the steps.
+    _many = cached_property(lambda self: CudaTiledKernels(self._module, self.compute_dtype))
+    _any_rows = cached_property(lambda self: CudaPromptLinear(self._module, self.compute_dtype))
+    _experts = cached_property(lambda self: CudaSortedExperts(self._module, self.compute_dtype))
     draft_tree = cached_property(lambda self: CudaTree(self._module, self.compute_dtype))
     recurrent = cached_property(lambda self: CudaRecurrent(self._module))
     acceptance = cached_property(lambda self: CudaAcceptance(self._module, self.kernels))

@@ -430,6 +430,14 @@ def test_recurrent_layers_are_run_by_kernels_alone() -> None:
     assert refusal.endswith("TensorRT has nothing for recurrent layers. Take --backend numpy")
 
 
+def test_a_model_in_float32_is_opened_without_kernels_of_steps() -> None:
+    """TensorRT runs it whole."""
+    backend = AbsentBackend({"base": LLAMA}, EngineLimits(1, 16, 128), "float32", {}, absent_gpu("sm_86", 46, 99 << 10))
+    backend.load_all([{}])
+    assert len(backend._engines) > 2 and not [each for each in backend._engines if isinstance(each, KernelEngine)]
+    assert "step_float32" in {source.name for source in backend.module.sources}
+
+
 def test_every_step_declares_what_it_reads() -> None:
     """A name that is not declared would be left out of a segment's inputs."""
     written, known = {"output", "activation"}, set[str]()
