@@ -165,17 +165,17 @@ class KeptKernels:
 
     @cached_property
     def gpu(self) -> GPU:
-        """The GPU that kernels are chosen for: with as many multiprocessors as it has, or where those of smaller GPUs
-        alone are kept with the model, as the largest of these. Raises KernelError."""
-        counts = {count for _, manifest in self._fitting for count in manifest.multiprocessors}
-        smaller = [count for count in counts if count < self._gpu.multiprocessors]
-        if self._gpu.multiprocessors in counts or not smaller:
-            return self._gpu
-        return replace(self._gpu, multiprocessors=max(smaller))
+        """The GPU that kernels are chosen for: with as many multiprocessors as it has, or where those of others alone
+        are kept with the model, as the largest smaller one of these, or else the smallest. Raises KernelError."""
+        counts, own = {count for _, manifest in self._fitting for count in manifest.multiprocessors}, self._gpu
+        if own.multiprocessors in counts or not counts:
+            return own
+        smaller = (count for count in counts if count < own.multiprocessors)
+        return replace(own, multiprocessors=max(smaller, default=min(counts)))
 
     @property
     def better(self) -> str | None:
-        """Where kernels of a smaller GPU are taken, the command that compiles this one's own."""
+        """Where kernels of another GPU are taken, the command that compiles this one's own."""
         own = self._gpu.multiprocessors
         return None if self.gpu.multiprocessors == own else f"{self._command}:{own}"
 
@@ -212,10 +212,9 @@ class KeptKernels:
         nothing is kept there."""
         if not self._folders:
             return None
-        name, gpu, command = source.name, self._gpu, self._command
+        name, gpu = source.name, self._gpu
         takes = ".".join(map(str, gpu.driver_cuda))
         kept, fitting = ([manifest for _, manifest in found] for found in (self.manifests, self._fitting))
-        covered = sorted({count for manifest in fitting for count in manifest.multiprocessors})
         if not kept:
             others = ", ".join(sorted({folder.name.partition("-")[0] for folder in self._folders}))
             reason = f"Kernels are kept with the model for {others}, this GPU is {gpu.architecture}"
@@ -224,12 +223,6 @@ class KeptKernels:
             reason = (
                 f"The kernels that are kept with the model for {gpu.architecture} were compiled by CUDA {releases}, "
                 f"and the driver takes CUDA {takes}"
-            )
-        elif self.gpu.multiprocessors not in covered:
-            command += f":{gpu.multiprocessors}"
-            reason = (
-                f"The kernels that are kept with the model for {gpu.architecture} are those of "
-                f"{', '.join(map(str, covered))} multiprocessors, this GPU has {gpu.multiprocessors} and needs {name}"
             )
         elif any(module.module == name for manifest in fitting for module in manifest.modules):
             release = ", ".join(sorted({manifest.created_with for manifest in fitting}))
@@ -240,4 +233,4 @@ class KeptKernels:
         else:
             reason = f"The kernels that are kept with the model for {gpu.architecture} lack {name}"
         older = f" --cuda {takes}" if 0 < gpu.driver_cuda[0] < MAJORS[0] else ""
-        return f"{reason}. Where there is a compiler: {command}{older}"
+        return f"{reason}. Where there is a compiler: {self._command}{older}"

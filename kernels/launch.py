@@ -305,5 +305,5 @@ def refused_by_driver(architecture: str, compiled: CompiledModule, reason: objec
     return KernelError(
         f"The driver{takes} refused the kernels compiled for {architecture} by NVRTC {release}: {said}. Use a driver "
         "at least as new as NVRTC, or install the nvidia-cuda-nvrtc of the driver's CUDA release; on JetPack 6: pip "
-        "install 'edgellm[jetpack6]'"
+        "install '.[jetpack6]' in EdgeLLM's checkout"
     )

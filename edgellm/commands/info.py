@@ -154,8 +154,8 @@ def directory_facts(path: Path, verify: bool, gpus: int = 1) -> dict[str, Any]:
 
 def kernel_facts(directory: EngineDirectory) -> list[dict[str, Any]]:
     """The compiled kernels of a directory, by target and CUDA. Null without a GPU are `usable_here` and `taken_for`, of
-    how many multiprocessors kernels are taken here; `better` is the command that makes this GPU's own where these are
-    fewer than it has."""
+    how many multiprocessors kernels are taken here; `better` is the command that makes this GPU's own where it has
+    another number."""
     gpu, found = find_gpu(), []
     kept = None if gpu is None else directory.kept_kernels(gpu)
     for name in directory.kernels:

@@ -96,7 +96,7 @@ class Backend(Protocol):
     gpu_index: int | None
     #: how many share the base's steps; see `opening.open_backend`
     gpus: int
-    #: what runs steps on a GPU, one of `EXECUTORS`; "auto" on NumPy
+    #: what runs the steps of the base on a GPU, one of `EXECUTORS`; "auto" on NumPy
     executor: str
     kernels: SamplingKernels
     #: dtype of activations and weights: the model's on the GPU, "float32" on NumPy

@@ -67,7 +67,6 @@ class CudaBackend(CudaDevice):
     """
 
     name = "tensorrt"
-    executor = "auto"
     steps_ahead = 1
     gpus = 1
     fixed_shapes = True
@@ -77,6 +76,7 @@ class CudaBackend(CudaDevice):
     rank: CudaRank | None = None
     #: In how many GPUs' memory the base's table of embeddings is.
     table_pieces = 1
+    _asked = "auto"
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CudaBackend(CudaDevice):
         """`packed` are the `model_layouts` of a directory with packed weights, `executor` is one of
         `base.EXECUTORS`, `gpu` an index, `share` what a rank has of the base's steps (None: all)."""
         self.share = share
-        self._directory, self._packed, self.executor = directory, packed or {}, executor
+        self._directory, self._packed, self._asked = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
         self._plans: TensorRTPlans | None = None  # loaded where a shape needs a plan
         self._opened: ExitStack | None = None
@@ -116,18 +116,18 @@ class CudaBackend(CudaDevice):
         """Those that all engines share; each loads a kernel when a launch first needs it."""
         self._engines: list[BoundEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
-        self._many = CudaTiledKernels(self._module, self.compute_dtype)
-        self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
         self._prefill = CudaPrefill(self._module)
         self._encoder = CudaEncoder(self._module)
-        self._experts = CudaSortedExperts(self._module, self.compute_dtype)
 
     @property
     def kernel_module(self) -> KernelModule:
         """The kernels of its context and stream."""
         return self._module
 
-    # What kernels do, made when it is first asked for.
+    # What kernels do, made when it is first asked for: of a model in float32 TensorRT runs the steps.
+    _many = cached_property(lambda self: CudaTiledKernels(self._module, self.compute_dtype))
+    _any_rows = cached_property(lambda self: CudaPromptLinear(self._module, self.compute_dtype))
+    _experts = cached_property(lambda self: CudaSortedExperts(self._module, self.compute_dtype))
     draft_tree = cached_property(lambda self: CudaTree(self._module, self.compute_dtype))
     recurrent = cached_property(lambda self: CudaRecurrent(self._module))
     acceptance = cached_property(lambda self: CudaAcceptance(self._module, self.kernels))
@@ -242,7 +242,12 @@ class CudaBackend(CudaDevice):
         """What runs which shapes on this GPU."""
         directory, limit = self._directory, self._module.shared_limit
         models = directory.models
-        return Executors(models, directory.limits, self.compute_dtype, limit, self._packed, self.executor)
+        return Executors(models, directory.limits, self.compute_dtype, limit, self._packed, self._asked)
+
+    @property
+    def executor(self) -> str:
+        """See `Backend`: TensorRT where it runs a step of the base that kernels refuse, whose rows have its bits."""
+        return "tensorrt" if self.share is None and self.executors.refused["base"] else self._asked
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""

@@ -23,6 +23,7 @@ WARPS, ROW_BYTES, BARRIER_BYTES, MOST_STAGES = 8, 128, 16, 8
 _FITTED = "linear layers of many rows"
 _SPEEDS, _STREAMED, _SHARED, _CACHED = fitted(_FITTED, "speeds", "streamed", "shared", "cached")
 _DIRECT_STREAMED, _DIRECT_ALONE = fitted(_FITTED, "direct_streamed", "direct_alone")
+_END_LEFT, _END_ALONE, _APART, _DIRECT_APART = fitted(_FITTED, "end_left", "end_alone", "apart", "direct_apart")
 _STARTS, _ENDS, _JOINS, _GROUPS_JOIN, _OF_CLUSTERS = fitted(
     _FITTED, "starts", "ends", "joins", "groups_join", "of_clusters"
 )
@@ -139,7 +140,7 @@ class Tiling:
             step = max(step, alone * (1 if self.ahead else _NOT_AHEAD))
         steps = -(-columns // STEP)
         if self.splits == 1:
-            return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
+            return _STARTS + -(-tiles // blocks) * (steps * step + _END_LEFT * _ENDS) + _ENDS
         places = max(1, int(_OF_CLUSTERS * gpu.multiprocessors * self.resident(gpu)))
         waves = -(-tiles * self.splits // places)
         on_each = max(1, min(tiles * self.splits, places) / gpu.multiprocessors)
@@ -209,10 +210,10 @@ class DirectTiling:
         alone *= _FEW_WARPS if few_warps and self.rows > 16 else 1
         streamed = _streamed(gpu, blocks, weights, 0 if stay else activations, _DIRECT_STREAMED)
         streamed = max(streamed, _LATENCY / self.depth)
-        step = 0.9 * max(streamed, alone) + 0.1 * (streamed + alone)
+        step = (1 - _DIRECT_APART) * max(streamed, alone) + _DIRECT_APART * (streamed + alone)
         own_tiles = -(-tiles // blocks)
-        unhidden = 0.7 * (own_tiles - 1) if few_warps else 0
-        return _STARTS + own_tiles * (steps * step + 0.3 * _ENDS) + (1 + unhidden) * _ENDS
+        unhidden = _END_ALONE * (own_tiles - 1) if few_warps else 0
+        return _STARTS + own_tiles * (steps * step + _END_LEFT * _ENDS) + (1 + unhidden) * _ENDS
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def _overlapped(
     """Clocks of a block that takes so many bytes of weights from memory and of activations from the cache, reads and
     writes so many bytes of shared memory and multiplies and adds so often, while `blocks` multiprocessors do so."""
     spans = _streamed(gpu, blocks, weights, activations), shared / _SHARED, products / gpu.speeds[1]
-    return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
+    return (1 - _APART) * max(spans) + _APART * sum(spans)  # they overlap, but not wholly
 
 
 def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float, most: float = _STREAMED) -> float:

@@ -21,7 +21,7 @@ from edgellm.kernels.nvrtc import wheel_folders
 OLDEST = 21800
 #: Of nccl.h: results that are no error, and the type of what is brought.
 _SUCCESS, _IN_PROGRESS, _UINT8 = 0, 7, 1
-_NAME, _INSTALL = "libnccl.so.2", "Install it with: pip install 'edgellm[nccl]'"
+_NAME, _INSTALL = "libnccl.so.2", "Install it with: pip install '.[nccl]' in EdgeLLM's checkout"
 _ARRAYS = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 #: Arguments of each call, all of which give a result but those of the texts.
 CALLS = {

@@ -33,6 +33,7 @@ from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.steps.table import TABLE, step_program
 from edgellm.engines.backends.tensorrt_engine import TensorRTPlans
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
+from edgellm.engines.building.needed_kernels import AbsentBackend
 from edgellm.engines.errors import EngineError, MissingDependencyError
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model import segments
@@ -42,6 +43,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import planned_runs, segment_of
 from edgellm.engines.model.steps import Attention, Normed, NormLinear, Step
 from edgellm.kernels.decode import tiled_linear
+from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
@@ -295,6 +297,9 @@ def test_a_refused_step_costs_that_step_alone_in_every_shape() -> None:
         assert set(ways.plans(shape)) <= set(needed) and ways.plans(shape)
         assert "of rank 72" in str(ways.refusal(shape))
     assert all(shape.segment for shape in needed)
+    for rank, bound in ((72, "tensorrt"), (64, "auto")):  # what snapshots are bound to
+        own, gpu = replace(limits, max_lora_rank=rank), absent_gpu("sm_86", 46, 99 << 10)
+        assert AbsentBackend({"base": LLAMA}, own, "float16", {}, gpu).executor == bound
 
 
 def test_an_attention_that_kernels_refuse_is_tensorrts_alone() -> None:
@@ -423,6 +428,14 @@ def test_recurrent_layers_are_run_by_kernels_alone() -> None:
     refusal = str(executors(odd, limits).problem(limits.base_shape("prefill", 1, 512, 1024)))
     assert "kernels cannot run the gated delta rule of layer 0: " in refusal and "value heads of 12, and" in refusal
     assert refusal.endswith("TensorRT has nothing for recurrent layers. Take --backend numpy")
+
+
+def test_a_model_in_float32_is_opened_without_kernels_of_steps() -> None:
+    """TensorRT runs it whole."""
+    backend = AbsentBackend({"base": LLAMA}, EngineLimits(1, 16, 128), "float32", {}, absent_gpu("sm_86", 46, 99 << 10))
+    backend.load_all([{}])
+    assert len(backend._engines) > 2 and not [each for each in backend._engines if isinstance(each, KernelEngine)]
+    assert "step_float32" in {source.name for source in backend.module.sources}
 
 
 def test_every_step_declares_what_it_reads() -> None:

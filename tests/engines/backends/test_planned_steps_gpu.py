@@ -55,7 +55,8 @@ DECOYS: dict[str, DecoderConfig] = {
     "down": replace(LLAMA, intermediate_size=100),
     "hidden": replace(LLAMA, hidden_size=68),
 }
-REFUSED: dict[str, dict[str, Any]] = {"attention": {"head_dim": 20}, "down": {"intermediate_size": 100}}
+#: Of a model in float32 kernels run no step.
+REFUSED: dict[str, dict[str, Any]] = {"attention": {"head_dim": 20}, "down": {"intermediate_size": 100}, "float32": {}}
 
 
 def plan_engine(gpu: Any, config: DecoderConfig, shape: EngineShape) -> TensorRTEngine:
@@ -202,7 +203,8 @@ def test_a_model_with_a_refused_step_answers_as_numpy_does(
     """Behind a prompt of two chunks, plain and drafted, captured and not. No two logits of an answer are near."""
     model = make_checkpoint(tmp_path / "model", 6, **REFUSED[refused])
     limits = EngineLimits(2, 80, 192, draft_top_k=4, draft_steps=3, verify_tree_size=12)
-    build_engine_directory(model, tmp_path / "engines", limits, None, dtype="float16", draft=tiny_draft)
+    dtype = refused if refused == "float32" else "float16"
+    build_engine_directory(model, tmp_path / "engines", limits, None, dtype=dtype, draft=tiny_draft)
     directory, prompt = EngineDirectory.open(tmp_path / "engines"), (PROMPT * 3)[:100]
     with open_runner("numpy", directory) as runner:
         answer = greedy_tokens(runner, prompt, 16)

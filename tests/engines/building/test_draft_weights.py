@@ -173,7 +173,8 @@ def test_options_of_the_build_are_taken_where_files_are_opened(
     flags = ["--draft-checkpoint", str(head), "--kv-capacity", "96", "--draft-weights", "int4", "--max-tokens", "1"]
     said = CliRunner().invoke(create_app(), ["generate", "-m", str(file), *flags, "--backend", "numpy", "why?"])
     assert said.exit_code == 0, said.output
-    assert len({*llm.directory.path.parent.glob("base-*/edgellm.json")}) == len(chosen)
+    of_file = llm.directory.path.name.partition(",")[0]
+    assert len({*llm.directory.path.parent.glob(f"{of_file},*/edgellm.json")}) == len(chosen)
 
 
 def test_info_memory_and_snapshots_know_the_packed_draft(

@@ -54,23 +54,24 @@ def compiled_now(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def here() -> str:
-    """This GPU as a target."""
+def here(times: int = 1) -> str:
+    """This GPU as a target, or one of so many times as many multiprocessors."""
     gpu = find_gpu()
     assert gpu is not None
-    return f"{gpu.architecture}:{gpu.multiprocessors}"
+    return f"{gpu.architecture}:{times * gpu.multiprocessors}"
 
 
 def refuse(*arguments: Any) -> Any:
     raise MissingDependencyError("it is not installed")
 
 
+@pytest.mark.parametrize("times", [1, 2])
 def test_a_kept_directory_needs_neither_compiler_nor_tensorrt(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    times: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Path(shutil.copytree(checkpoint, tmp_path / "robot"))
     describe_in_place(target, LIMITS)
-    add_targets(target, read_targets([here()]))
+    add_targets(target, read_targets([here(times)]))
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "find_nvrtc", refuse)
     monkeypatch.setattr(platform, "_search", lambda: (None, "it is not installed"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from absent_gpu import GPUS
 
@@ -138,3 +141,9 @@ def test_where_nothing_fits_the_smallest_is_left() -> None:
     gpu = Capacity(16, 24_576, True, "sm_90")
     (tiling,) = tilings(64, gpu)
     assert tiling.shared_bytes(tiling.stages(gpu)) > gpu.shared_limit
+
+
+def test_pages_that_fitted_constants_name_are_there(repository: Path) -> None:
+    text = (repository / "kernels" / "fitted.json").read_text("utf-8")
+    pages = set(re.findall(r"tools/[\w/-]+\.md(?! up to commit)", text))
+    assert len(pages) > 5 and not [page for page in pages if not (repository / page).is_file()]
