@@ -31,7 +31,8 @@ class Place:
 
 
 class Call(NamedTuple):
-    """A kernel, by its method's name, and what it gets: places, names of linear layers' weights, numbers."""
+    """A kernel, by its method's name, or TensorRT, and what it gets: places, linear layers for their weights, words and
+    numbers."""
 
     kernel: str
     arguments: tuple[Any, ...]
