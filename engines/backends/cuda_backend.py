@@ -282,8 +282,8 @@ class CudaBackend(CudaDevice):
             return self._plan_engine(shape, reason)
         if shape.phase != "encode":
             return self._kernel_engine(shape, planned, reason)
-        kernels = EncoderStepKernels(self._encoder, self._any_rows, self._plan_engines(shape, reason))
-        return EncoderEngine(kernels, self._directory.model_config(shape.model), shape, self.compute_dtype, planned)
+        kernels = EncoderStepKernels(self._encoder, self._any_rows, planned, self._plan_engines(shape, reason))
+        return EncoderEngine(kernels, self._directory.model_config(shape.model), shape, self.compute_dtype)
 
     def _kernel_engine(self, shape: EngineShape, planned: Collection[str], reason: str | None = None) -> KernelEngine:
         """`planned` are the steps that TensorRT runs, by title, the `reason` is that of one which kernels refuse."""

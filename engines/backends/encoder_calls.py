@@ -2,8 +2,7 @@
 edge, and buffers that live as long as something reads them.
 
 The residual stream is float32, whatever the model's dtype is, and so is what a linear layer gives; what one takes is in
-the model's dtype, its rows in eights of columns. What a run of steps that TensorRT runs takes and gives is as wide as
-the model has it, and of the dtypes that steps declare.
+the model's dtype, its rows in eights of columns. What a plan takes and gives is as wide and of the dtypes as steps say.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ class EncoderCalls:
     whose elements of "compute" take two bytes, or four with `wide`.
 
     `rounds`: the kernels of linear layers apply activations and round (`activated`), which takes a launch more else.
-    `planned` are the titles of steps that TensorRT runs.
     """
 
     def __init__(
-        self, program: Program, wide: bool = False, rounds: bool = True, planned: Collection[str] = ()
+        self, program: Program, planned: Collection[str] = (), wide: bool = False, rounds: bool = True
     ) -> None:
+        """`planned` are the titles of steps that TensorRT runs."""
         self._program, self._wide, self._rounds = program, wide, rounds
         self._sizes: list[int] = []
         self._values: dict[str, Place] = {}
@@ -61,13 +60,12 @@ class EncoderCalls:
             self._values[name] = Place(name, (math.prod(rows),) if dtype in ("bool", "int32") else rows, dtype)
         self.calls: list[Call] = []
         self._kinds: Edge = dict(program.inputs)  # of all values, as steps declare them
-        runs = planned_runs(program, planned)
-        by_plan = {number: run for run in runs for number in range(*run)}
+        runs = {run[0]: (run, plan) for run, plan in planned_runs(program, planned).items()}
         for number, step in enumerate(program.steps):
-            if (run := by_plan.get(number)) is None:
+            if number in runs:
+                self._run_plan(*runs[number])
+            elif step.title not in planned:
                 self._values[step.output] = _KINDS[type(step)][0](self, step, number)
-            elif run[0] == number:
-                self._run_plan(run, runs[run])
             self._kinds |= step.results(self._kinds, program.shape, "float32")
         for name in program.outputs:
             if self._values[name].memory != name:
@@ -108,7 +106,7 @@ class EncoderCalls:
         return self._call("unfold", value, Convolution(width, value.shape[0], 1, 1, 1, 1, 0, 0), output)
 
     def _run_plan(self, run: Run, plan: Run) -> None:
-        """The call of the plan of a run, which is that of the first run that does the same."""
+        """The call of the plan of a run, which is that of the first run that does the same. It takes whole arrays."""
         segment, given = segment_of(self._program, run), dict[str, Place]()
         for name, (shape, dtype) in segment.program.edge.items():
             whole = segment.name_in_whole(name)
@@ -116,7 +114,7 @@ class EncoderCalls:
                 place = self._values[whole] = self._target(whole, shape[1:], dtype)
             else:
                 place = self._values.get(whole, Place(whole, shape, dtype))  # or a weight
-                if (place.size, place.dtype) != (math.prod(shape), dtype):
+                if (place.size, place.dtype, place.first) != (math.prod(shape), dtype, 0):
                     place = self._first_columns(place, shape[-1], dtype)
             given[name] = replace(place, shape=shape)
         self._call(PLANNED, segment_shape(self._program, plan), tuple(given), *given.values())
@@ -263,10 +261,9 @@ class EncoderCalls:
         return self._call("normed_heads", value, *weights, step.norms[0].epsilon, self._buffer(value.shape, "float32"))
 
     def _standard_norm(self, step: kinds.StandardNorm, number: int) -> Place:
-        value = self._exact(step.value)
-        output = self._buffer(value.shape, "float32")
+        value, factors = self._exact(step.value), (step.factor, step.epsilon)
         standard = (None, None) if step.standard is None else map(self._weight, step.standard)
-        return self._call("standard_norm", value, *standard, step.factor, step.epsilon, output)
+        return self._call("standard_norm", value, *standard, *factors, self._buffer(value.shape, "float32"))
 
     def _centered_norm(self, step: kinds.CenteredNorm, number: int) -> Place:
         value, mask = self._values[step.value], None if step.mask is None else self._values[step.mask]
@@ -306,7 +303,7 @@ def encoder_refusals(program: Program, shared_limit: int) -> dict[str, str]:
     title, and why."""
     found = dict[str, str]()
     for step in program.steps:
-        _, refused = _KINDS.get(type(step), (None, _unknown))
+        _, refused = _KINDS.get(type(step), (None, lambda step, limit: "encoders have no kernel for it"))
         width = program.outputs.get(step.output, ((0,), ""))[0][-1]
         if (refusal := refused(step, shared_limit) or _width_refusal(width)) is not None:
             found.setdefault(step.title, refusal)
@@ -341,10 +338,8 @@ def _norm_linear_refusal(step: NormLinear, limit: int) -> str | None:
 
 
 def _activation_refusal(activation: str | None, gated: bool) -> str | None:
-    known = GATE_ACTIVATIONS if gated else ACTIVATIONS
-    return (
-        None if activation in known else f"the activation {activation} has no kernel{' with a gate' if gated else ''}"
-    )
+    known, how = (GATE_ACTIVATIONS, " with a gate") if gated else (ACTIVATIONS, "")
+    return None if activation in known else f"the activation {activation} has no kernel{how}"
 
 
 def _norm_refusal(norm: Norm) -> str | None:
@@ -362,10 +357,6 @@ def _width_refusal(width: int) -> str | None:
 
 def _most_refusal(count: int, most: int, what: str) -> str | None:
     return None if count <= most else f"{count} {what}, up to {most}"
-
-
-def _unknown(step: Step, limit: int) -> str:
-    return "encoders have no kernel for it"
 
 
 def _taken(step: Step, limit: int) -> None:

@@ -27,11 +27,12 @@ from edgellm.kernels.quantization.row_runs import PackedLayout
 
 class EncoderStepKernels(NamedTuple):
     """The kernels in a GPU's memory, or their NumPy twins: those of encoders, and linear layers of any number of rows
-    as of `NumpyEncoderLinear` (`linear`, `gate_up`, `linear_residual` and, if they have it, `activated`); and an
-    engine's own of TensorRT's, by their shapes."""
+    as of `NumpyEncoderLinear` (`linear`, `gate_up`, `linear_residual` and, if they have it, `activated`); and of an
+    engine with steps that TensorRT runs their titles, and the plans by their shapes."""
 
     encoder: EncoderKernels
     linear: Any
+    planned: Collection[str] = ()
     plans: Mapping[EngineShape, Any] = MappingProxyType({})
 
 
@@ -40,21 +41,13 @@ class EncoderEngine(BoundEngine):
 
     name = "kernels of encoders"
 
-    def __init__(
-        self,
-        kernels: EncoderStepKernels,
-        config: ModelConfig,
-        shape: EngineShape,
-        dtype: str,
-        planned: Collection[str] = (),
-    ) -> None:
-        """A shape whose refused steps are `planned`, by title: TensorRT runs them. In "float32" on the kernels'
-        twins."""
+    def __init__(self, kernels: EncoderStepKernels, config: ModelConfig, shape: EngineShape, dtype: str) -> None:
+        """A shape whose refused steps TensorRT runs; in "float32" on the kernels' twins."""
         self._kernels, program = kernels, model_program(config, shape)
-        lowered = EncoderCalls(program, dtype == "float32", hasattr(kernels.linear, "activated"), planned)
+        lowered = EncoderCalls(program, kernels.planned, dtype == "float32", hasattr(kernels.linear, "activated"))
         self._calls, self._places = lowered.calls, lowered.places
         #: How weights stand in memory that do not stand there as they are published, by name.
-        self.paddings = padded_weights(program, planned)
+        self.paddings = padded_weights(program, kernels.planned)
         padded = {name: (padding.shape, program.edge[name][1]) for name, padding in self.paddings.items()}
         super().__init__(shape, dtype, program.edge | padded, program.weights)
         self._share_scratch(lowered.nbytes, kernels.plans.values())

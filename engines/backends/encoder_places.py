@@ -31,8 +31,7 @@ class Place:
 
 
 class Call(NamedTuple):
-    """A kernel, by its method's name, or TensorRT, and what it gets: places, linear layers for their weights, words and
-    numbers."""
+    """A kernel, by its method's name, or a plan, and what it gets: places, linear layers, names, numbers."""
 
     kernel: str
     arguments: tuple[Any, ...]

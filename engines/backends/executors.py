@@ -47,14 +47,6 @@ SHARED_MEMORY = {
 }
 
 
-def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why hand-written kernels do not run all steps of a shape; None if they do."""
-    if (refused := whole_refusal(shape, dtype)) is not None:
-        return refused
-    found = refused_steps(step_program(config, shape), shared_limit)
-    return next((f"kernels cannot run {title}: {reason}" for title, reason in found.items()), None)
-
-
 def shared_limit_of(capability: str) -> int | None:
     """The shared memory that a block may have on GPUs of a compute capability, of the one that is there by its own
     word; None where no kernels are made for them."""
@@ -88,7 +80,7 @@ class Executors:
         """The steps that kernels refuse in a shape of a model, by model and title, and why."""
         found: dict[str, dict[str, str]] = {model: {} for model in self._models}
         for shape in engine_shapes(self._limits):
-            if self._shared_limit is not None and whole_refusal(shape, self._dtype) is None:
+            if shape.model in found and not self._is_one(shape):
                 program = self._program(shape)
                 found[shape.model] = refused_steps(program, self._shared_limit) | found[shape.model]
         return found

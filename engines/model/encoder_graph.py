@@ -32,11 +32,8 @@ class Running(Protocol[Tensor]):
 def _attention(graph: Running[Tensor], step: encoder_steps.EncoderAttention) -> Tensor:
     operations, given = graph.operations, graph.values
     heads, size = step.heads, step.head_size
-    value, rotary, mask = (
-        operations.to_compute(given[step.value]),
-        given.get(step.rotary or ""),
-        given.get(step.mask or ""),
-    )
+    value, rotary = operations.to_compute(given[step.value]), given.get(step.rotary or "")
+    mask = given.get(step.mask or "")
     if step.qk_norms is not None:
         value = graph.normed_parts(value, step.qk_norms, heads * size)
     count, rows = step.windows
@@ -143,9 +140,8 @@ def _centered_norm(graph: Running[Tensor], step: encoder_steps.CenteredNorm) -> 
     operations, weight = graph.operations, graph.weights[step.weight.name]
     normed = operations.layer_norm(graph.values[step.value], weight, operations.scale(weight, 0.0), step.epsilon)
     positive = operations.activation(normed, "relu")
-    return (
-        positive if step.mask is None else operations.multiply(positive, operations.to_compute(graph.values[step.mask]))
-    )
+    mask = None if step.mask is None else operations.to_compute(graph.values[step.mask])
+    return positive if mask is None else operations.multiply(positive, mask)
 
 
 def _normed_residual(graph: Running[Tensor], step: encoder_steps.NormedResidual) -> Tensor:

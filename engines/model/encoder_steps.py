@@ -221,9 +221,7 @@ class CenteredNorm(Step):
     weight: WeightSpec
     epsilon: float
     mask: str | None = field(default=None, metadata=READS)
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (rows_like(kinds, self.value, self.weight.shape[0]), "compute")}
+    gives: ClassVar[str] = "compute"
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,15 @@ class Program:
     def kinds(self) -> Edge:
         """Shape and dtype of every value between the steps, where kernels run them; in a decoder those of one name are
         alike, of an encoder's the last counts."""
-        return self._kinds_behind(self.steps)
+        return self._kinds_before(len(self.steps))
 
     def kinds_before(self, number: int) -> Edge:
         """The same of what a step takes, by its number."""
-        return self._kinds_behind(self.steps[:number]) if self.shape.phase == "encode" else self.kinds
+        return self._kinds_before(number) if self.shape.phase == "encode" else self.kinds
 
-    def _kinds_behind(self, steps: Iterable[Step]) -> Edge:
+    def _kinds_before(self, number: int) -> Edge:
         kinds, differ = self.inputs | self.outputs, self.shape.phase == "encode"
-        for step in steps:
+        for step in self.steps[:number]:
             results = step.results(kinds, self.shape, "float32")
             if step.keeps is not None and step.kept_value is not None:
                 results[step.keeps.target] = kinds[step.kept_value][0], "compute"

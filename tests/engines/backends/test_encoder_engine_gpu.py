@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from device_bits import from_bits, relative, rounded, to_bits
 from encoder_models import (
     MODELS,
+    REFUSED,
     SPEECH_MODELS,
     expected_outputs,
     grids_of,
@@ -23,10 +24,12 @@ from encoder_models import (
 )
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
 from gpu_device import device_copy
+from kernel_refusals import kernel_refusal
+from planned_engines import plan_engine
 
 from edgellm.engines.backends.cuda_backend import CudaBackend
-from edgellm.engines.backends.encoder_calls import encoder_refusal
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
+from edgellm.engines.backends.executors import Executors
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -34,7 +37,7 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.formats.tensors import float32_into
-from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear
@@ -107,14 +110,25 @@ def prompt_kernels(module: Any, dtype: str) -> CudaPromptLinear:
 
 
 class OnDevice:
-    """An encoder's engine, bound to copies of arrays, run twice."""
+    """An encoder's engine, bound to copies of arrays, run twice; with `plans` TensorRT runs what kernels refuse."""
 
     def __init__(
-        self, gpu: Any, config: ModelConfig, shape: EngineShape, arrays: dict[str, np.ndarray], dtype: str, kind: str
+        self,
+        gpu: Any,
+        config: ModelConfig,
+        shape: EngineShape,
+        arrays: dict[str, np.ndarray],
+        dtype: str,
+        kind: str,
+        plans: bool = False,
     ) -> None:
         self.gpu, self.dtype, program = gpu, dtype, model_program(config, shape)
-        assert encoder_refusal(program, dtype, 99 << 10) is None
-        kernels = EncoderStepKernels(CudaEncoder(gpu.kernel_module), linear_kernels(gpu.kernel_module, dtype, kind))
+        assert (kernel_refusal(config, shape, dtype, 99 << 10) is not None) == plans
+        ways = Executors({"vision": config}, EngineLimits(image_rows=(shape.tokens,)), dtype, 99 << 10)
+        planned: Collection[str] = (ways.planned(shape) or ()) if plans else ()
+        own = {part: plan_engine(gpu, config, part, dtype) for part in (ways.plans(shape) if plans else ())}
+        linear = linear_kernels(gpu.kernel_module, dtype, kind)
+        kernels = EncoderStepKernels(CudaEncoder(gpu.kernel_module), linear, planned, own)
         engine = EncoderEngine(kernels, config, shape, dtype)
         self.scratch = gpu.empty((engine.scratch_bytes,), "uint8")
         engine.attach(gpu, self.scratch)
@@ -127,6 +141,7 @@ class OnDevice:
         for name, (size, _) in program.outputs.items():
             self.bound[name] = device_copy(gpu, to_bits(np.full(size, np.nan, np.float32), dtype))
         engine.bind(self.bound)
+        self.engine = engine
         for _ in range(2):
             engine.enqueue()
 
@@ -155,6 +170,29 @@ def test_equals_operations(gpu: Any, name: str, kind: str, dtype: str) -> None:
             difference = relative(found.values(output, tokens), values[0, :tokens])
             print(f"{name} {grid} {output} {kind} {dtype}: {difference:.3%}")
             assert difference < tolerance, output
+
+
+@DTYPES
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_step_that_kernels_refuse_is_tensorrts(gpu: Any, name: str, dtype: str) -> None:
+    """And what was written is written again."""
+    config = REFUSED[name]
+    grid = grids_of(config)[0]
+    shape, tokens = shape_of(config, grid), config.token_count(grid)
+    arrays = random_encoder(config, grid, shape)
+    wide = {key: value for key, value in arrays.items() if key in ("rotary_cos_sin", "position_embeddings")}
+    arrays = rounded(arrays, dtype) | wide
+    expected = expected_outputs(config, shape, arrays)
+    found = OnDevice(gpu, config, shape, arrays, dtype, "prompt", plans=True)
+    assert found.engine._kernels.plans
+    for output, values in expected.items():
+        difference = relative(found.values(output, tokens), values[0, :tokens])
+        print(f"{name} {output} {dtype}: {difference:.3%}")
+        assert difference < 2 * TOLERANCE[dtype], output
+    first = {output: found.bits(output, tokens) for output in expected}
+    found.engine.enqueue()
+    for output, bits in first.items():
+        np.testing.assert_array_equal(found.bits(output, tokens), bits, err_msg=output)
 
 
 @DTYPES
