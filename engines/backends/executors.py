@@ -80,7 +80,7 @@ class Executors:
         """The steps that kernels refuse in a shape of a model, by model and title, and why."""
         found: dict[str, dict[str, str]] = {model: {} for model in self._models}
         for shape in engine_shapes(self._limits):
-            if shape.model in found and not self._is_one(shape):
+            if self._shared_limit is not None and whole_refusal(shape, self._dtype) is None:
                 program = self._program(shape)
                 found[shape.model] = refused_steps(program, self._shared_limit) | found[shape.model]
         return found

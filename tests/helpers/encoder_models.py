@@ -121,10 +121,11 @@ MODELS = {
     ),
 }
 
-#: Those of which kernels refuse some steps: norms of queries and keys; heads; outputs; what reads or writes the hidden
-#: size, whose rows are no multiple of 8 columns.
+#: Those of which kernels refuse some steps: norms of queries and keys; gates; heads; outputs; what reads or writes the
+#: hidden size, whose rows are no multiple of 8 columns.
 REFUSED = {
     "norms": replace(MODELS["internvl"], qk_norm=True),
+    "gates": replace(MODELS["mistral3"], activation="gelu"),
     "heads": replace(MODELS["qwen2_5_vl"], hidden_size=40),
     "clipped_heads": replace(MODELS["gemma4"], hidden_size=24),
     "outputs": replace(MODELS["qwen3_vl"], out_hidden_size=20),

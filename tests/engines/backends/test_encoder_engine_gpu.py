@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decode_models import LLAMA
 from device_bits import from_bits, relative, rounded, to_bits
 from encoder_models import (
     MODELS,
@@ -124,7 +125,7 @@ class OnDevice:
     ) -> None:
         self.gpu, self.dtype, program = gpu, dtype, model_program(config, shape)
         assert (kernel_refusal(config, shape, dtype, 99 << 10) is not None) == plans
-        ways = Executors({"vision": config}, EngineLimits(image_rows=(shape.tokens,)), dtype, 99 << 10)
+        ways = Executors({"base": LLAMA, "vision": config}, EngineLimits(image_rows=(shape.tokens,)), dtype, 99 << 10)
         planned: Collection[str] = (ways.planned(shape) or ()) if plans else ()
         own = {part: plan_engine(gpu, config, part, dtype) for part in (ways.plans(shape) if plans else ())}
         linear = linear_kernels(gpu.kernel_module, dtype, kind)

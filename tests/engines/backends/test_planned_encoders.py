@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decode_models import LLAMA
 from encoder_models import (
     MODELS,
     REFUSED,
@@ -25,10 +26,12 @@ from encoder_models import (
 
 from edgellm.engines.backends import encoder_calls
 from edgellm.engines.backends.encoder_calls import EncoderCalls
+from edgellm.engines.backends.encoder_engine import EncoderEngine
 from edgellm.engines.backends.executors import Executors, planned_shapes
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.building.needed_kernels import AbsentBackend
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model import encoder_steps
 from edgellm.engines.model.audio import AudioConfig
@@ -39,8 +42,11 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import planned_runs, segment_shape
 from edgellm.engines.model.steps import LinearResidual, NormLinear, Reshape, Step
 from edgellm.kernels.encoder.contract import padded_width
+from edgellm.kernels.gpu import absent_gpu
 
 ENCODERS: dict[str, ModelConfig] = MODELS | {f"hears {name}": config for name, config in SPEECH_MODELS.items()}
+#: Of which TensorRT has nothing, or would have nothing to do.
+LACKING = (Unfold, GatedConvolution, LocalAttention, Reshape)
 #: Where kernels are made for a GPU: what blocks may have of its memory.
 _SHARED = 99 << 10
 
@@ -80,7 +86,8 @@ def compare(config: ModelConfig, titles: Collection[str], rounds: bool = True) -
 def executors(config: ModelConfig, *rows: int, **more: Any) -> Executors:
     limits = EngineLimits(image_rows=() if isinstance(config, AudioConfig) else rows)
     limits = replace(limits, audio_rows=0 if limits.image_rows else rows[0])
-    return Executors({"vision" if limits.image_rows else "audio": config}, limits, "float16", _SHARED, **more)
+    models = {"base": LLAMA, "vision" if limits.image_rows else "audio": config}
+    return Executors(models, limits, "float16", _SHARED, **more)
 
 
 def titles_of(program: Program, taken: Callable[[int, Step], bool]) -> set[str]:
@@ -116,7 +123,8 @@ def test_a_refused_step_costs_that_step_alone_in_every_shape(name: str) -> None:
     engine = compare(config, planned)
     compare(config, planned, rounds=False)
     assert list(engine._kernels.plans) == ways.plans(shape)
-    needed = planned_shapes({"vision": config}, EngineLimits(image_rows=(shape.tokens,)), "float16", "sm_86")
+    models: dict[str, ModelConfig] = {"base": LLAMA, "vision": config}
+    needed = planned_shapes(models, EngineLimits(image_rows=(shape.tokens,)), "float16", "sm_86")
     assert needed == ways.plans(shape) and all(each.segment for each in needed)
     asked = executors(config, shape.tokens, executor="tensorrt")
     assert asked.planned(shape) is None and asked.plans(shape) == [shape]
@@ -138,10 +146,23 @@ def test_equal_runs_are_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any("down_proj" in each or "fc2" in each for each in engine.paddings)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_kernels_stand_around_plans(dtype: str) -> None:
+    """Their launches are prepared as for a GPU."""
+    gpu, base = absent_gpu("sm_86", 16, _SHARED), EngineShape("decode", 1, 1, 64, 64)
+    for config in REFUSED.values():
+        models, shape = {"base": LLAMA, "vision": config}, case(config)[0]
+        backend = AbsentBackend(models, EngineLimits(1, 16, 64, image_rows=(shape.tokens,)), dtype, {}, gpu)
+        weights = model_program(LLAMA, base).weights.keys() | model_program(config, shape).weights.keys()
+        backend.load_all([dict.fromkeys(weights)])
+        (engine,) = (each for each in backend._engines if each.shape == shape)
+        assert isinstance(engine, EncoderEngine) and engine._kernels.plans and engine._has_kernels
+
+
 def test_rows_that_differ_are_no_equal_runs() -> None:
     """Layers behind the one that merges patches have a quarter of the rows."""
     program = whole_program(MODELS["minicpmv4_6"])
-    titles = titles_of(program, lambda number, step: "qkv" in step.title)
+    titles = titles_of(program, lambda number, step: "layers" in step.title and "qkv" in step.title)
     runs = planned_runs(program, titles)
     rows = {run: program.kinds_before(run[1])["qkv"][0][1] for run in runs}
     assert len(set(runs.values())) == len(set(rows.values())) == 2
@@ -202,9 +223,7 @@ def test_every_kind_of_step_says_what_it_gives() -> None:
 
 
 @pytest.mark.skipif(find_tensorrt() is None, reason="TensorRT is not installed: pip install '.[test]'")
-@pytest.mark.parametrize(
-    "kind", KINDS.keys() - {Unfold, GatedConvolution, LocalAttention, Reshape}, ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LACKING], ids=lambda kind: kind.__name__)
 def test_every_step_that_tensorrt_has_can_be_planned_alone(kind: type[Step]) -> None:
     """Between values as kernels have them: their dtypes fit those of the network."""
     config = ENCODERS[KINDS[kind]]
