@@ -28,6 +28,7 @@ from gpu_device import device_copy
 from kernel_refusals import kernel_refusal
 from planned_engines import plan_engine
 
+from edgellm.engines.backends import encoder_calls
 from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
 from edgellm.engines.backends.executors import Executors
@@ -39,6 +40,7 @@ from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.formats.tensors import float32_into
 from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.steps import LinearResidual
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear
@@ -263,11 +265,21 @@ def encoder_backend(directory: EngineDirectory) -> CudaBackend:
 
 
 @DTYPES
-@pytest.mark.parametrize("name", NAMES)
-def test_embeddings_are_those_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "refused"), [*((name, False) for name in NAMES), ("qwen2_5_vl", True), ("llava_siglip", True)]
+)
+def test_embeddings_are_those_of_transformers(
+    name: str, refused: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a step that is made `refused`, of all layers, which TensorRT runs."""
+    if refused:
+        lowered, _ = encoder_calls._KINDS[LinearResidual]
+        monkeypatch.setitem(encoder_calls._KINDS, LinearResidual, (lowered, lambda step, limit: "no"))
     directory, images = golden_directory(name, tmp_path / "engines", dtype), golden_images(name)
     backend = encoder_backend(directory)
     runner = open_vision(backend, directory)
+    plans = [plan for engine in backend._engines if isinstance(engine, EncoderEngine) for plan in engine._kernels.plans]
+    assert bool(plans) == refused
     differences = []
     for image, found in zip(images, runner.encode(images), strict=True):
         pairs = [(found.rows, image.embeddings), *zip(found.deepstack, image.deepstack, strict=True)]

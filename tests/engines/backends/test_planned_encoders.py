@@ -29,8 +29,8 @@ from edgellm.engines.backends.encoder_calls import EncoderCalls
 from edgellm.engines.backends.encoder_engine import EncoderEngine
 from edgellm.engines.backends.executors import Executors, planned_shapes
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.engines.backends.platform import find_tensorrt
-from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
+from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.building.needed_kernels import AbsentBackend
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model import encoder_steps
@@ -225,8 +225,18 @@ def test_every_kind_of_step_says_what_it_gives() -> None:
 @pytest.mark.skipif(find_tensorrt() is None, reason="TensorRT is not installed: pip install '.[test]'")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LACKING], ids=lambda kind: kind.__name__)
 def test_every_step_that_tensorrt_has_can_be_planned_alone(kind: type[Step]) -> None:
-    """Between values as kernels have them: their dtypes fit those of the network."""
+    """Between values as kernels have them: a network of just these tensors, whose dtypes fit."""
     config = ENCODERS[KINDS[kind]]
     program = whole_program(config)
     run = next(iter(planned_runs(program, titles_of(program, lambda number, step: type(step) is kind))))
-    assert build_plan(config, segment_shape(program, run), "float16", "composed", "sm_86")
+    shape, library = segment_shape(program, run), load_tensorrt()
+    own, trt = model_program(config, shape), library.module
+    builder = trt.Builder(library.logger(lambda severity, line: None))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    operations = TensorRTOperations(trt, network, "float16", "composed")
+    ProgramGraph(operations, own).run()
+    found = [network.get_input(number) for number in range(network.num_inputs)]
+    found += [network.get_output(number) for number in range(network.num_outputs)]
+    edge = {name: (size, operations.dtypes[dtype]) for name, (size, dtype) in own.edge.items()}
+    assert {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in found} == edge
+    assert build_plan(config, shape, "float16", "composed", "sm_86")
