@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from encoder_models import (
 from edgellm.engines.backends import encoder_calls
 from edgellm.engines.backends.encoder_calls import EncoderCalls
 from edgellm.engines.backends.encoder_engine import EncoderEngine
+from edgellm.engines.backends.encoder_places import Place
 from edgellm.engines.backends.executors import Executors, planned_shapes
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
@@ -37,7 +39,7 @@ from edgellm.engines.model import encoder_steps
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.encoder_steps import Clip, EncoderAttention, GatedConvolution, LocalAttention, Unfold
 from edgellm.engines.model.graph import ProgramGraph
-from edgellm.engines.model.limits import EngineLimits, EngineShape, vision_shape
+from edgellm.engines.model.limits import EngineLimits, EngineShape, audio_shape, vision_shape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import planned_runs, segment_shape
 from edgellm.engines.model.steps import LinearResidual, NormLinear, Reshape, Step
@@ -53,16 +55,22 @@ _SHARED = 99 << 10
 
 def case(config: ModelConfig) -> tuple[EngineShape, dict[str, np.ndarray], int]:
     """A shape, its arrays, and how many rows come out that are no padding."""
+    shape = shape_for(config)
     if isinstance(config, AudioConfig):
         frames = lengths_of(config)[0]
-        return *random_speech(config, frames, whole=True), config.rows(frames)
+        return shape, random_speech(config, frames, whole=True)[1], config.rows(frames)
     grid = grids_of(config)[0]
-    shape = shape_of(config, grid)
     return shape, random_encoder(config, grid, shape), config.token_count(grid)
 
 
+def shape_for(config: ModelConfig) -> EngineShape:
+    if isinstance(config, AudioConfig):
+        return audio_shape(config.run_rows)
+    return shape_of(config, grids_of(config)[0])
+
+
 def whole_program(config: ModelConfig) -> Program:
-    return model_program(config, case(config)[0])
+    return model_program(config, shape_for(config))
 
 
 #: Of each kind of step that encoders have, one that has it.
@@ -114,7 +122,7 @@ def test_every_second_step_is_what_the_whole_program_gives(name: str, first: int
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_step_costs_that_step_alone_in_every_shape(name: str) -> None:
     config = REFUSED[name]
-    shape = case(config)[0]
+    shape = shape_for(config)
     ways = executors(config, shape.tokens, 4 * shape.tokens)
     planned, large = ways.planned(shape), ways.planned(vision_shape(4 * shape.tokens))
     assert planned and planned == large and ways.problem(shape) is None and "kernels cannot" in str(ways.refusal(shape))
@@ -136,7 +144,7 @@ def test_equal_runs_are_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(encoder_calls._KINDS, LinearResidual, (lowered, lambda step, limit: "no"))
     for name, names in (("qwen2_5_vl", "s4-5 s6-7"), ("llava_siglip", "s4-5 s6-7"), ("mistral3", "s4-5 s6-7")):
         config, steps = MODELS[name], whole_program(MODELS[name]).steps
-        shape, layers = case(config)[0], sum(isinstance(step, EncoderAttention) for step in steps)
+        shape, layers = shape_for(config), sum(isinstance(step, EncoderAttention) for step in steps)
         ways = executors(config, shape.tokens)
         planned = ways.planned(shape)
         assert planned == {step.title for step in steps if isinstance(step, LinearResidual)}
@@ -151,7 +159,7 @@ def test_kernels_stand_around_plans(dtype: str) -> None:
     """Their launches are prepared as for a GPU."""
     gpu, base = absent_gpu("sm_86", 16, _SHARED), EngineShape("decode", 1, 1, 64, 64)
     for config in REFUSED.values():
-        models, shape = {"base": LLAMA, "vision": config}, case(config)[0]
+        models, shape = {"base": LLAMA, "vision": config}, shape_for(config)
         backend = AbsentBackend(models, EngineLimits(1, 16, 64, image_rows=(shape.tokens,)), dtype, {}, gpu)
         weights = model_program(LLAMA, base).weights.keys() | model_program(config, shape).weights.keys()
         backend.load_all([dict.fromkeys(weights)])
@@ -173,13 +181,13 @@ def test_what_neither_runs_is_named() -> None:
     hears = SPEECH_MODELS["gemma4"]
     for changes, message in (({"past": 33}, "up to 32 rows"), ({"chunk_frames": 4096}, "places, up to 65536")):
         loud: Any = replace(hears, **changes)
-        shape = EngineShape("encode", 1, loud.run_rows, loud.run_rows, loud.run_rows, loud.run_rows, "audio")
+        shape = shape_for(loud)
         ways = executors(loud, loud.run_rows)
         refusal = str(ways.refusal(shape))
         lacking = "TensorRT has nothing for convolutions of encoders of speech. Take --backend numpy"
         assert message in refusal and str(ways.problem(shape)).endswith(f"{refusal}, and {lacking}")
     for config in SPEECH_MODELS.values():
-        shape = case(config)[0]
+        shape = shape_for(config)
         assert executors(config, shape.tokens, executor="tensorrt").planned(shape) == frozenset()
     many = vision_shape(65_540)
     assert executors(MODELS["qwen3_vl"], 64, 65_540).planned(many) is None
@@ -195,17 +203,21 @@ def test_steps_give_what_they_say(name: str, monkeypatch: pytest.MonkeyPatch) ->
     graph = ProgramGraph(NumpyOperations(arrays, arrays | dict.fromkeys(program.outputs)), program)
     sizes: list[tuple[int, ...]] = []
 
-    def told(run: Callable[[Any, Any], Any], running: Any, step: Step) -> Any:
-        output = run(running, step)
+    def told(run: Callable[[Any, Any], Any], *given: Any) -> Any:
+        output = run(*given)
         sizes.append(output.shape)
         return output
 
-    graph._steps = [((lambda running, step, run=run: told(run, running, step)), step) for run, step in graph._steps]
+    graph._steps = [(partial(told, run), step) for run, step in graph._steps]
     graph.run()
-    places = []
+    places: list[Place] = []
+
+    def placed(lower: Callable[..., Place], *given: Any) -> Place:
+        places.append(lower(*given))
+        return places[-1]
+
     for kind, (lower, refused) in encoder_calls._KINDS.items():
-        own = lambda calls, step, number, lower=lower: places.append(lower(calls, step, number)) or places[-1]  # noqa: E731
-        monkeypatch.setitem(encoder_calls._KINDS, kind, (own, refused))
+        monkeypatch.setitem(encoder_calls._KINDS, kind, (partial(placed, lower), refused))
     EncoderCalls(program, rounds=False)
     for number, (step, size, place) in enumerate(zip(program.steps, sizes, places, strict=True)):
         if step.output in program.outputs:
