@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kernel_refusals import kernel_refusal
 
 from edgellm import Request, SamplingParams
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.backends.executors import Executors, kernel_refusal, planned_shapes
+from edgellm.engines.backends.executors import Executors, planned_shapes
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import check_limits

@@ -222,6 +222,10 @@ def uploaded(backend: Backend, values: np.ndarray) -> Array:
     return array
 
 
+#: Where scratch of TensorRT's engines begins, in bytes.
+_PLAN_ALIGNMENT = 512
+
+
 class BoundEngine(Engine):
     """What engines on a GPU have in common: of a `shape`, computing in `dtype`, in scratch that others share.
 
@@ -248,6 +252,7 @@ class BoundEngine(Engine):
         self._device: Any = None
         self._memory: Any = None
         self._has_kernels = False
+        self._own_bytes, self._plans = 0, list[Any]()
 
     def _own(self, kind: str) -> str:
         return self._dtype if kind == "compute" else kind
@@ -257,6 +262,13 @@ class BoundEngine(Engine):
         if scratch.nbytes < self.scratch_bytes:
             raise EngineError(f"{self.shape.name} needs {self.scratch_bytes} bytes of scratch, got {scratch.nbytes}")
         self._device, self._memory = device, scratch
+        for plan in self._plans:
+            plan.attach(device, scratch[self._own_bytes :])
+
+    def _share_scratch(self, nbytes: int, plans: Iterable[Any]) -> None:
+        """Ask for scratch of `nbytes`, and behind it what the largest of TensorRT's engines for some steps needs."""
+        self._own_bytes, self._plans = -(-nbytes // _PLAN_ALIGNMENT) * _PLAN_ALIGNMENT, list(plans)
+        self.scratch_bytes = self._own_bytes + max((plan.scratch_bytes for plan in self._plans), default=0)
 
     def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first

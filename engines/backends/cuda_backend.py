@@ -287,7 +287,7 @@ class CudaBackend(CudaDevice):
             return self._plan_engine(shape, reason)
         if shape.phase != "encode":
             return self._kernel_engine(shape, planned, reason)
-        kernels = EncoderStepKernels(self._encoder, self._any_rows)
+        kernels = EncoderStepKernels(self._encoder, self._any_rows, planned, self._plan_engines(shape, reason))
         return EncoderEngine(kernels, self._directory.model_config(shape.model), shape, self.compute_dtype)
 
     def _kernel_engine(self, shape: EngineShape, planned: Collection[str], reason: str | None = None) -> KernelEngine:
@@ -303,9 +303,7 @@ class CudaBackend(CudaDevice):
             raise EngineError(f"{shape.name} cannot be shared by {share[1]} GPUs: {refusal}. Take one GPU")
         kernels, prompt_step = self._step_kernels(config), 0
         if planned:
-            kernels = kernels._replace(
-                plans={part: self._plan_engine(part, reason) for part in self.executors.plans(shape)}
-            )
+            kernels = kernels._replace(plans=self._plan_engines(shape, reason))
         elif shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
             prompt_step = PROMPT_STEP
             choice.load_prompts(for_kernels(replace(program, packed=packed)), kernels, prompt_step)
@@ -319,6 +317,10 @@ class CudaBackend(CudaDevice):
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
         more = self.recurrent, self._any_rows, self._prefill, self._encoder, self._experts, self.rank
         return StepKernels(few, self._many, capacity_of(self._module), *more)
+
+    def _plan_engines(self, shape: EngineShape, reason: str | None) -> dict[EngineShape, BoundEngine]:
+        """The plans of those steps of a shape that TensorRT runs."""
+        return {part: self._plan_engine(part, reason) for part in self.executors.plans(shape)}
 
     def _plan_engine(self, shape: EngineShape, reason: str | None) -> BoundEngine:
         """A plan, of a whole shape or of steps, with the reason why not all is run by kernels, if it is not asked for.

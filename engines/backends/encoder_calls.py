@@ -2,13 +2,13 @@
 edge, and buffers that live as long as something reads them.
 
 The residual stream is float32, whatever the model's dtype is, and so is what a linear layer gives; what one takes is in
-the model's dtype, its rows in eights of columns.
+the model's dtype, its rows in eights of columns. What a plan takes and gives is as wide and of the dtypes as steps say.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from edgellm.engines.backends.encoder_places import Call, Place, laid_out
 from edgellm.engines.model import encoder_steps as kinds
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.segments import Run, planned_runs, segment_of, segment_shape
+from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.decode.contract import ACTIVATIONS as GATE_ACTIVATIONS
@@ -34,9 +36,9 @@ from edgellm.kernels.encoder.contract import (
 from edgellm.kernels.encoder.launcher import attention_bytes
 
 #: The most rows of a linear layer.
-_MOST_ROWS = 65_536
-#: The calls that are linear layers.
-LINEAR_CALLS = ("linear", "activated", "gate_up", "linear_residual")
+MOST_ROWS = 65_536
+#: The calls that are linear layers, and that of a plan: it gets the plan's shape, the names of its tensors, and these.
+LINEAR_CALLS, PLANNED = ("linear", "activated", "gate_up", "linear_residual"), "planned"
 
 
 class EncoderCalls:
@@ -46,7 +48,10 @@ class EncoderCalls:
     `rounds`: the kernels of linear layers apply activations and round (`activated`), which takes a launch more else.
     """
 
-    def __init__(self, program: Program, wide: bool = False, rounds: bool = True) -> None:
+    def __init__(
+        self, program: Program, planned: Collection[str] = (), wide: bool = False, rounds: bool = True
+    ) -> None:
+        """`planned` are the titles of steps that TensorRT runs."""
         self._program, self._wide, self._rounds = program, wide, rounds
         self._sizes: list[int] = []
         self._values: dict[str, Place] = {}
@@ -54,8 +59,14 @@ class EncoderCalls:
             rows = shape if dtype == "bool" else shape[1:]
             self._values[name] = Place(name, (math.prod(rows),) if dtype in ("bool", "int32") else rows, dtype)
         self.calls: list[Call] = []
+        self._kinds: Edge = dict(program.inputs)  # of all values, as steps declare them
+        runs = {run[0]: (run, plan) for run, plan in planned_runs(program, planned).items()}
         for number, step in enumerate(program.steps):
-            self._values[step.output] = _KINDS[type(step)][0](self, step, number)
+            if number in runs:
+                self._run_plan(*runs[number])
+            elif step.title not in planned:
+                self._values[step.output] = _KINDS[type(step)][0](self, step, number)
+            self._kinds |= step.results(self._kinds, program.shape, "float32")
         for name in program.outputs:
             if self._values[name].memory != name:
                 self._call("copy_rows", self._values[name], None, self._output(name), 0)
@@ -81,6 +92,32 @@ class EncoderCalls:
 
     def _weight(self, spec: WeightSpec, shape: tuple[int, ...] | None = None) -> Place:
         return Place(spec.name, shape or spec.shape, "compute")
+
+    def _exact(self, name: str) -> Place:
+        """A value without zeros behind its rows, from now on."""
+        value, width = self._values[name], self._kinds[name][0][-1]
+        if value.shape[1] != width:
+            self._values[name] = self._first_columns(value, width, value.dtype)
+        return self._values[name]
+
+    def _first_columns(self, value: Place, width: int, dtype: str) -> Place:
+        """The first columns of rows, which a convolution reads that has one place a row."""
+        output = self._buffer((value.shape[0], width), dtype)
+        return self._call("unfold", value, Convolution(width, value.shape[0], 1, 1, 1, 1, 0, 0), output)
+
+    def _run_plan(self, run: Run, plan: Run) -> None:
+        """The call of the plan of a run, which is that of the first run that does the same. It takes whole arrays."""
+        segment, given = segment_of(self._program, run), dict[str, Place]()
+        for name, (shape, dtype) in segment.program.edge.items():
+            whole = segment.name_in_whole(name)
+            if name in segment.program.outputs:
+                place = self._values[whole] = self._target(whole, shape[1:], dtype)
+            else:
+                place = self._values.get(whole, Place(whole, shape, dtype))  # or a weight
+                if (place.size, place.dtype, place.first) != (math.prod(shape), dtype, 0):
+                    place = self._first_columns(place, shape[-1], dtype)
+            given[name] = replace(place, shape=shape)
+        self._call(PLANNED, segment_shape(self._program, plan), tuple(given), *given.values())
 
     def _in_place(self, name: str, number: int) -> Place:
         """Where the result of a step goes that adds to a value: the value's own buffer where no later step reads that,
@@ -121,7 +158,7 @@ class EncoderCalls:
             return first
         operand, column = self._buffer((first.shape[0], columns), "compute"), 0
         for given in inputs:
-            value = self._values[given.value]
+            value = first if len(inputs) == 1 else self._exact(given.value)
             if given.norms:
                 self._normed_to(value, given.norms[0], operand)
             else:
@@ -169,8 +206,8 @@ class EncoderCalls:
         return self._call("attention", heads, window, mask, step.head_size**-0.5, context)
 
     def _add(self, step: Add, number: int) -> Place:
-        added = self._weight(step.other) if isinstance(step.other, WeightSpec) else self._values[step.other]
-        return self._call("add_rows", self._values[step.value], added, self._in_place(step.value, number))
+        added = self._weight(step.other) if isinstance(step.other, WeightSpec) else self._exact(step.other)
+        return self._call("add_rows", self._exact(step.value), added, self._in_place(step.value, number))
 
     def _scaled_residual(self, step: kinds.ScaledResidual, number: int) -> Place:
         arguments = self._values[step.residual], self._values[step.value], self._weight(step.weight)
@@ -188,7 +225,7 @@ class EncoderCalls:
         return output
 
     def _prepend(self, step: kinds.Prepend, number: int) -> Place:
-        value = self._values[step.value]
+        value = self._exact(step.value)
         rows, width = value.shape
         output = self._buffer((rows + 1, width), "float32")
         self._call("copy_rows", self._weight(step.row, (1, width)), None, replace(output, shape=(1, width)), 0)
@@ -201,11 +238,11 @@ class EncoderCalls:
 
     def _average_pool(self, step: kinds.AveragePool, number: int) -> Place:
         output = self._buffer((step.means, step.width), "float32")
-        return self._call("average_pool", self._values[step.value], step.side, step.size, output)
+        return self._call("average_pool", self._exact(step.value), step.side, step.size, output)
 
     def _clip(self, step: kinds.Clip, number: int) -> Place:
         """Rounded where linear layers alone take it."""
-        values = [self._values[name] for name, _ in step.parts]
+        values = [self._exact(name) for name, _ in step.parts]
         rounds = all(each.multiplies is not None for each in self._readers(step.output, number))
         width = sum(value.shape[1] for value in values)
         output, column = self._buffer((values[0].shape[0], width), "compute" if rounds else "float32"), 0
@@ -215,7 +252,7 @@ class EncoderCalls:
         return output
 
     def _clipped_gate(self, step: kinds.ClippedGate, number: int) -> Place:
-        gate, value = self._values[step.gate], self._values[step.value]
+        gate, value = self._exact(step.gate), self._exact(step.value)
         bounds, activation = map(self._weight, step.bounds), activation_number(step.activation)
         return self._call("clipped_gate", gate, value, *bounds, activation, self._buffer(gate.shape, "compute"))
 
@@ -224,9 +261,9 @@ class EncoderCalls:
         return self._call("normed_heads", value, *weights, step.norms[0].epsilon, self._buffer(value.shape, "float32"))
 
     def _standard_norm(self, step: kinds.StandardNorm, number: int) -> Place:
-        value, output = self._values[step.value], self._buffer(self._values[step.value].shape, "float32")
+        value, factors = self._exact(step.value), (step.factor, step.epsilon)
         standard = (None, None) if step.standard is None else map(self._weight, step.standard)
-        return self._call("standard_norm", value, *standard, step.factor, step.epsilon, output)
+        return self._call("standard_norm", value, *standard, *factors, self._buffer(value.shape, "float32"))
 
     def _centered_norm(self, step: kinds.CenteredNorm, number: int) -> Place:
         value, mask = self._values[step.value], None if step.mask is None else self._values[step.mask]
@@ -256,27 +293,21 @@ class EncoderCalls:
         return self._call("unfold", self._values[step.value], given, self._buffer((step.places, columns), "compute"))
 
     def _product(self, step: kinds.Product, number: int) -> Place:
-        value = self._values[step.value]
+        value = self._exact(step.value)
         output = self._target(step.output, (value.shape[0], step.weight.shape[1]), "compute")
         return self._call("product", value, self._weight(step.weight), step.scale, output)
 
 
-def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | None:
-    """Why kernels do not run an encoder's program in a dtype, where blocks may have `shared_limit` bytes of
-    shared memory; None if they do."""
-    if dtype not in ("float16", "bfloat16"):
-        return f"kernels compute in float16 and bfloat16, not {dtype}"
-    if program.shape.tokens > _MOST_ROWS:
-        return f"kernels take up to {_MOST_ROWS} rows, not {program.shape.tokens}"
+def encoder_refusals(program: Program, shared_limit: int) -> dict[str, str]:
+    """The steps of an encoder that kernels do not run where blocks may have `shared_limit` bytes of shared memory, by
+    title, and why."""
+    found = dict[str, str]()
     for step in program.steps:
-        known = _KINDS.get(type(step))
-        refusal = "encoders have no kernel for it" if known is None else known[1](step, shared_limit)
-        if refusal is not None:
-            return f"kernels cannot run {step.title}: {refusal}"
-    for name, (shape, _) in program.outputs.items():
-        if shape[-1] % WIDTH_STEP:
-            return f"kernels put {name} out in rows of a multiple of {WIDTH_STEP} columns, not {shape[-1]}"
-    return None
+        _, refused = _KINDS.get(type(step), (None, lambda step, limit: "encoders have no kernel for it"))
+        width = program.outputs.get(step.output, ((0,), ""))[0][-1]
+        if (refusal := refused(step, shared_limit) or _width_refusal(width)) is not None:
+            found.setdefault(step.title, refusal)
+    return found
 
 
 def _attention_refusal(step: kinds.EncoderAttention, limit: int) -> str | None:
@@ -307,10 +338,8 @@ def _norm_linear_refusal(step: NormLinear, limit: int) -> str | None:
 
 
 def _activation_refusal(activation: str | None, gated: bool) -> str | None:
-    known = GATE_ACTIVATIONS if gated else ACTIVATIONS
-    return (
-        None if activation in known else f"the activation {activation} has no kernel{' with a gate' if gated else ''}"
-    )
+    known, how = (GATE_ACTIVATIONS, " with a gate") if gated else (ACTIVATIONS, "")
+    return None if activation in known else f"the activation {activation} has no kernel{how}"
 
 
 def _norm_refusal(norm: Norm) -> str | None:
@@ -340,7 +369,7 @@ _KINDS: dict[type, tuple[Callable[[EncoderCalls, Any, int], Place], Callable[[An
     LinearResidual: (EncoderCalls._linear_residual, _residual_refusal),
     Add: (EncoderCalls._add, _taken),
     Normed: (EncoderCalls._normed, lambda step, limit: _norm_refusal(step.norm)),
-    Reshape: (lambda calls, step, number: replace(calls._values[step.value], shape=step.shape[1:]), _taken),
+    Reshape: (lambda calls, step, number: replace(calls._exact(step.value), shape=step.shape[1:]), _taken),
     kinds.EncoderAttention: (EncoderCalls._attention, _attention_refusal),
     kinds.ScaledResidual: (EncoderCalls._scaled_residual, lambda step, limit: _width_refusal(step.weight.shape[0])),
     kinds.Gather: (EncoderCalls._gather, _taken),
@@ -352,7 +381,7 @@ _KINDS: dict[type, tuple[Callable[[EncoderCalls, Any, int], Place], Callable[[An
     kinds.ClippedGate: (EncoderCalls._clipped_gate, lambda step, limit: _activation_refusal(step.activation, False)),
     kinds.NormedHeads: (EncoderCalls._normed_heads, lambda step, limit: heads_refusal(step.head_size)),
     kinds.StandardNorm: (EncoderCalls._standard_norm, _taken),
-    kinds.Unfold: (EncoderCalls._unfold, lambda step, limit: _most_refusal(step.places, _MOST_ROWS, "places")),
+    kinds.Unfold: (EncoderCalls._unfold, lambda step, limit: _most_refusal(step.places, MOST_ROWS, "places")),
     kinds.Activate: (
         lambda calls, step, number: calls._activated(calls._values[step.value], step.activation),
         lambda step, limit: _activation_refusal(step.activation, False),

@@ -1,5 +1,5 @@
 """Engines of encoders of images and speech by hand-written kernels: a program's calls, each a launch that is prepared
-once.
+once, among them those of plans for steps that TensorRT runs.
 
 They stand behind the same edge as TensorRT's engines, but for the weights that `paddings` names, which have zeros
 behind their rows and columns. An image's embeddings have the same bits in an engine of more rows.
@@ -8,12 +8,14 @@ behind their rows and columns. An image's embeddings have the same bits in an en
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from edgellm.engines.backends.base import BoundEngine
-from edgellm.engines.backends.encoder_calls import LINEAR_CALLS, EncoderCalls
+from edgellm.engines.backends.encoder_calls import LINEAR_CALLS, PLANNED, EncoderCalls
 from edgellm.engines.backends.encoder_places import Call, Place
 from edgellm.engines.backends.padded_weights import padded_weights
+from edgellm.engines.backends.steps.plans import PlanLaunch
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Linear
@@ -25,10 +27,13 @@ from edgellm.kernels.quantization.row_runs import PackedLayout
 
 class EncoderStepKernels(NamedTuple):
     """The kernels in a GPU's memory, or their NumPy twins: those of encoders, and linear layers of any number of rows
-    as of `NumpyEncoderLinear` (`linear`, `gate_up`, `linear_residual` and, if they have it, `activated`)."""
+    as of `NumpyEncoderLinear` (`linear`, `gate_up`, `linear_residual` and, if they have it, `activated`); and of an
+    engine with steps that TensorRT runs their titles, and the plans by their shapes."""
 
     encoder: EncoderKernels
     linear: Any
+    planned: Collection[str] = ()
+    plans: Mapping[EngineShape, Any] = MappingProxyType({})
 
 
 class EncoderEngine(BoundEngine):
@@ -37,14 +42,15 @@ class EncoderEngine(BoundEngine):
     name = "kernels of encoders"
 
     def __init__(self, kernels: EncoderStepKernels, config: ModelConfig, shape: EngineShape, dtype: str) -> None:
-        """A shape that `encoder_refusal` does not refuse; in "float32" on the kernels' twins."""
+        """A shape whose refused steps TensorRT runs; in "float32" on the kernels' twins."""
         self._kernels, program = kernels, model_program(config, shape)
-        lowered = EncoderCalls(program, wide=dtype == "float32", rounds=hasattr(kernels.linear, "activated"))
-        self._calls, self._places, self.scratch_bytes = lowered.calls, lowered.places, lowered.nbytes
+        lowered = EncoderCalls(program, kernels.planned, dtype == "float32", hasattr(kernels.linear, "activated"))
+        self._calls, self._places = lowered.calls, lowered.places
         #: How weights stand in memory that do not stand there as they are published, by name.
-        self.paddings = padded_weights(program)
+        self.paddings = padded_weights(program, kernels.planned)
         padded = {name: (padding.shape, program.edge[name][1]) for name, padding in self.paddings.items()}
         super().__init__(shape, dtype, program.edge | padded, program.weights)
+        self._share_scratch(lowered.nbytes, kernels.plans.values())
         self._launches: list[Any] = [None] * len(self._calls)
 
     def attach(self, device: Any, scratch: Array) -> None:
@@ -72,8 +78,12 @@ class EncoderEngine(BoundEngine):
             launch()
 
     def _launch(self, call: Call) -> Any:
+        arguments = [*map(self._resolved, call.arguments)]
+        if call.kernel == PLANNED:
+            shape, names, *arrays = arguments
+            return PlanLaunch(self._kernels.plans[shape], dict(zip(names, arrays, strict=True)))
         kernels = self._kernels.linear if call.kernel in LINEAR_CALLS else self._kernels.encoder
-        return getattr(kernels, call.kernel)(*map(self._resolved, call.arguments))
+        return getattr(kernels, call.kernel)(*arguments)
 
     def _resolved(self, argument: Any) -> Any:
         """What a kernel gets: arrays in place of places, and of a linear layer its weights."""

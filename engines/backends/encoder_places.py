@@ -31,7 +31,7 @@ class Place:
 
 
 class Call(NamedTuple):
-    """A kernel, by its method's name, and what it gets: places, names of linear layers' weights, numbers."""
+    """A kernel, by its method's name, or a plan, and what it gets: places, linear layers, names, numbers."""
 
     kernel: str
     arguments: tuple[Any, ...]

@@ -14,14 +14,13 @@ from types import MappingProxyType
 
 from edgellm.engines.backends.base import EXECUTORS
 from edgellm.engines.backends.device_layouts import PackedLayouts
-from edgellm.engines.backends.encoder_calls import encoder_refusal
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, step_rows
 from edgellm.engines.backends.steps.table import passes, refused_steps, step_program, whole_refusal
-from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model import steps
-from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.encoder_steps import GatedConvolution, LocalAttention, Unfold
 from edgellm.engines.model.expert_steps import ChooseExperts, DownExperts, GateUpExperts
 from edgellm.engines.model.limits import GIVEN_TREES, EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
@@ -35,6 +34,7 @@ from edgellm.kernels.quantization.row_runs import PackedLayout
 _LACKING: dict[type[steps.Step], str] = {
     **dict.fromkeys((steps.Experts, ChooseExperts, GateUpExperts, DownExperts), "mixtures of experts"),
     **dict.fromkeys((ShortConvolution, GatedDelta, SelectiveScan, GatedNorm), "recurrent layers"),
+    **dict.fromkeys((Unfold, GatedConvolution, LocalAttention), "convolutions of encoders of speech"),
 }
 #: What else TensorRT has not: of a model that it is to run whole, and of attention; and what to do then.
 _PACKED, _INT8 = "packed weights", "KV caches of 8 bits"
@@ -45,16 +45,6 @@ SHARED_MEMORY = {
     **dict.fromkeys(("sm_86", "sm_89", "sm_120", "sm_121"), 99 << 10),
     **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110"), 227 << 10),
 }
-
-
-def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why hand-written kernels do not run all steps of a shape; None if they do."""
-    if shape.phase == "encode":
-        return encoder_refusal(model_program(config, shape), dtype, shared_limit)
-    if (refused := whole_refusal(shape, dtype)) is not None:
-        return refused
-    found = refused_steps(step_program(config, shape), shared_limit)
-    return next((f"kernels cannot run {title}: {reason}" for title, reason in found.items()), None)
 
 
 def shared_limit_of(capability: str) -> int | None:
@@ -100,7 +90,7 @@ class Executors:
         if self._shared_limit is None:
             return "no kernels for this GPU"
         if self._is_one(shape):
-            return kernel_refusal(self._models[shape.model], shape, self._dtype, self._shared_limit)
+            return whole_refusal(shape, self._dtype)
         refused = self.refused[shape.model]
         steps_of = self._program(shape).steps if refused else ()
         found = (
@@ -110,11 +100,9 @@ class Executors:
 
     def planned(self, shape: EngineShape) -> frozenset[str] | None:
         """The steps of a shape that TensorRT runs, by title; None where it runs the shape whole."""
-        asked = self.executor == "tensorrt"
         if self._is_one(shape):
-            is_whole = self.refusal(shape) is not None or (asked and self._whole_runs(shape))
-            return None if is_whole else frozenset()
-        refused = self.refused[shape.model]
+            return None
+        refused, asked = self.refused[shape.model], self.executor == "tensorrt"
         if not refused and not asked:
             return frozenset()
         program = self._program(shape)
@@ -150,8 +138,8 @@ class Executors:
         return list(found)
 
     def _is_one(self, shape: EngineShape) -> bool:
-        """Whether one executor runs all steps of a shape: of an encoder, or where no kernels are made for it."""
-        return shape.phase == "encode" or self._shared_limit is None or whole_refusal(shape, self._dtype) is not None
+        """Whether TensorRT runs all steps of a shape, as no kernels are made for it."""
+        return self._shared_limit is None or whole_refusal(shape, self._dtype) is not None
 
     def _splits(self, shape: EngineShape, program: Program) -> bool:
         """Whether TensorRT may run what stands between attention and recurrent layers, and kernels run these."""
@@ -175,17 +163,14 @@ class Executors:
 
     def _whole_lacking(self, shape: EngineShape) -> str:
         """What of a shape has no operation in TensorRT; nothing where it has all."""
-        config = self._models[shape.model]
         if shape.model in self._packed:
             return _PACKED
-        if isinstance(config, AudioConfig):
-            return "convolutions of encoders of speech"
         return next(filter(None, (self._lacking(shape, step) for step in self._program(shape).steps)), "")
 
     def _lacking(self, shape: EngineShape, step: steps.Step) -> str:
         """What of a step has no operation in TensorRT; nothing where it has all."""
         if type(step) is not steps.Attention:
-            return _LACKING.get(type(step), "")
+            return _LACKING.get(type(step), "attention to rows that were kept" if getattr(step, "past", 0) else "")
         lacking = {
             self._unusual(shape): True,
             _INT8: shape.kv_cache != "compute",

@@ -35,8 +35,8 @@ from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.row_runs import DenseRows, PackedLayout, PackedRuns, RunsLayout
 
-#: In bytes: values begin at multiples of the first, scratch of TensorRT's engines of the second.
-_ALIGNMENT, _PLAN_ALIGNMENT = 256, 512
+#: Values begin at multiples of so many bytes.
+_ALIGNMENT = 256
 
 
 class KernelEngine(BoundEngine):
@@ -69,9 +69,7 @@ class KernelEngine(BoundEngine):
         super().__init__(shape, dtype, self.program.edge, self.program.weights)
         layouts = [self._layout(program) for _, program in self._passes]
         self._layouts = [each for each, _ in layouts]
-        self._own_bytes = -(-max(size for _, size in layouts) // _PLAN_ALIGNMENT) * _PLAN_ALIGNMENT
-        plans = kernels.plans.values()
-        self.scratch_bytes = self._own_bytes + max((plan.scratch_bytes for plan in plans), default=0)
+        self._share_scratch(max(size for _, size in layouts), kernels.plans.values())
         self._scratch: list[dict[str, Array]] = []
         self._launches: list[Any] = []
         #: Launches for the memory that was bound before, and the names of what changes: a prompt of another slot is
@@ -91,8 +89,6 @@ class KernelEngine(BoundEngine):
             counters = self.choice.counters(program)  # not in the shared scratch: zero between steps
             arrays |= {name: device.zeros(size, dtype) for name, (size, dtype) in counters.items()}
             self._scratch.append(arrays)
-        for plan in self._kernels.plans.values():
-            plan.attach(device, scratch[self._own_bytes :])
         words = max(adapter_words(program) for _, program in self._passes)
         self._areas = [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
         self._launches, self._launches_by_layer, self._kept = [], [], {}

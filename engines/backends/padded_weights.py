@@ -4,7 +4,7 @@ widths are: zeros stand behind."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,11 +89,12 @@ class Padding:
         return part * padded_width(self._part) + row_of_part
 
 
-def padded_weights(program: Program) -> dict[str, Padding]:
-    """The weights of a program's linear layers that have zeros behind them in memory, by name."""
+def padded_weights(program: Program, planned: Collection[str] = ()) -> dict[str, Padding]:
+    """The weights of a program's linear layers that have zeros behind them in memory, by name: not those of steps that
+    TensorRT runs, whose titles are `planned`."""
     found = {}
     for step in program.steps:
-        if (linear := step.multiplies) is not None:
+        if (linear := step.multiplies) is not None and step.title not in planned:
             parts = 2 if getattr(step, "gated", False) else 1
             for spec in (linear.weight, linear.bias):
                 if spec is not None:

@@ -32,7 +32,8 @@ class Running(Protocol[Tensor]):
 def _attention(graph: Running[Tensor], step: encoder_steps.EncoderAttention) -> Tensor:
     operations, given = graph.operations, graph.values
     heads, size = step.heads, step.head_size
-    value, rotary, mask = given[step.value], given.get(step.rotary or ""), given.get(step.mask or "")
+    value, rotary = operations.to_compute(given[step.value]), given.get(step.rotary or "")
+    mask = given.get(step.mask or "")
     if step.qk_norms is not None:
         value = graph.normed_parts(value, step.qk_norms, heads * size)
     count, rows = step.windows
@@ -76,7 +77,7 @@ def _average_pool(graph: Running[Tensor], step: encoder_steps.AveragePool) -> Te
 
 def _prepend(graph: Running[Tensor], step: encoder_steps.Prepend) -> Tensor:
     row = graph.operations.reshape(graph.weights[step.row.name], (1, 1, *step.row.shape))
-    return graph.operations.concatenate((row, graph.values[step.value]), axis=1)
+    return graph.operations.concatenate([graph.to_residual(each) for each in (row, graph.values[step.value])], axis=1)
 
 
 def _scaled_residual(graph: Running[Tensor], step: encoder_steps.ScaledResidual) -> Tensor:
@@ -139,7 +140,8 @@ def _centered_norm(graph: Running[Tensor], step: encoder_steps.CenteredNorm) -> 
     operations, weight = graph.operations, graph.weights[step.weight.name]
     normed = operations.layer_norm(graph.values[step.value], weight, operations.scale(weight, 0.0), step.epsilon)
     positive = operations.activation(normed, "relu")
-    return positive if step.mask is None else operations.multiply(positive, graph.values[step.mask])
+    mask = None if step.mask is None else operations.to_compute(graph.values[step.mask])
+    return positive if mask is None else operations.multiply(positive, mask)
 
 
 def _normed_residual(graph: Running[Tensor], step: encoder_steps.NormedResidual) -> Tensor:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.steps import READS, Norm, Step
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import READS, Norm, Step, rows_like
 from edgellm.kernels.encoder.contract import places
 
 #: Inputs of an encoder that goes on where its last run ended: keys and values of all layers [1, layers, 2, n, C, D]
@@ -35,6 +38,9 @@ class EncoderAttention(Step):
     past: int = field(default=0, metadata=ADDED_LATER, repr=False)
     layer: int = field(default=0, metadata=ADDED_LATER, repr=False)
 
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (rows_like(kinds, self.value, self.heads * self.head_size), "compute")}
+
 
 @dataclass(frozen=True)
 class Gather(Step):
@@ -42,6 +48,9 @@ class Gather(Step):
 
     value: str = field(metadata=READS)
     rows: str = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: ((*kinds[self.rows][0], kinds[self.value][0][-1]), kinds[self.value][1])}
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,10 @@ class Prepend(Step):
     value: str = field(metadata=READS)
     row: WeightSpec
 
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        batch, rows, width = kinds[self.value][0]
+        return {self.output: ((batch, rows + 1, width), residual)}
+
 
 @dataclass(frozen=True)
 class DropFirst(Step):
@@ -58,6 +71,9 @@ class DropFirst(Step):
 
     value: str = field(metadata=READS)
     rows: int
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: ((1, self.rows, kinds[self.value][0][-1]), kinds[self.value][1])}
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,7 @@ class ScaledResidual(Step):
     value: str = field(metadata=READS)
     weight: WeightSpec
     residual: str = field(metadata=READS)
+    gives: ClassVar[str] = "residual"
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,6 +103,9 @@ class AveragePool(Step):
     def means(self) -> int:
         """How many rows come out."""
         return (self.height or self.side) * self.side // self.size**2
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: ((1, self.means, self.width), residual)}
 
 
 @dataclass(frozen=True)
@@ -112,6 +132,9 @@ class Unfold(Step):
         given = zip(sizes, self.kernel, self.padding, strict=True)
         return images * math.prod(places(size, kernel, self.stride, zeros) for size, kernel, zeros in given)
 
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: ((1, self.places, self.channels * math.prod(self.kernel)), "compute")}
+
 
 @dataclass(frozen=True)
 class Product(Step):
@@ -121,6 +144,9 @@ class Product(Step):
     weight: WeightSpec
     scale: float
 
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (rows_like(kinds, self.value, self.weight.shape[1]), "compute")}
+
 
 @dataclass(frozen=True)
 class Clip(Step):
@@ -128,6 +154,11 @@ class Clip(Step):
     most (Gemma 4)."""
 
     parts: tuple[tuple[str, WeightSpec], ...] = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {
+            self.output: (rows_like(kinds, self.reads[0], sum(kinds[value][0][-1] for value in self.reads)), residual)
+        }
 
 
 @dataclass(frozen=True)
@@ -138,6 +169,7 @@ class ClippedGate(Step):
     value: str = field(metadata=READS)
     bounds: tuple[WeightSpec, WeightSpec]
     activation: str
+    gives: ClassVar[str] = "compute"
 
 
 @dataclass(frozen=True)
@@ -152,6 +184,7 @@ class NormedHeads(Step):
     value: str = field(metadata=READS)
     heads: int
     norms: tuple[Norm, Norm]
+    gives: ClassVar[str] = "residual"
 
     @property
     def head_size(self) -> int:
@@ -167,6 +200,7 @@ class StandardNorm(Step):
     factor: float
     epsilon: float
     standard: tuple[WeightSpec, WeightSpec] | None = None
+    gives: ClassVar[str] = "residual"
 
 
 @dataclass(frozen=True)
@@ -175,6 +209,7 @@ class Activate(Step):
 
     value: str = field(metadata=READS)
     activation: str
+    gives: ClassVar[str] = "compute"
 
 
 @dataclass(frozen=True)
@@ -186,6 +221,7 @@ class CenteredNorm(Step):
     weight: WeightSpec
     epsilon: float
     mask: str | None = field(default=None, metadata=READS)
+    gives: ClassVar[str] = "compute"
 
 
 @dataclass(frozen=True)
@@ -196,6 +232,7 @@ class NormedResidual(Step):
     norm: Norm
     residual: str = field(metadata=READS)
     share: float
+    gives: ClassVar[str] = "residual"
 
 
 @dataclass(frozen=True)
@@ -207,6 +244,9 @@ class GatedConvolution(Step):
     value: str = field(metadata=READS)
     weight: WeightSpec
     norm: Norm
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (rows_like(kinds, self.value, self.weight.shape[0]), "compute")}
 
 
 @dataclass(frozen=True)
@@ -226,3 +266,6 @@ class LocalAttention(Step):
     past: int
     cap: float
     scale: WeightSpec
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (rows_like(kinds, self.value, self.heads * self.scale.shape[0]), "compute")}

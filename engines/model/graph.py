@@ -53,7 +53,8 @@ class ProgramGraph(Generic[Tensor]):
             ordered = [parts[place] for place in sorted(parts)]
             values[name] = operations.concatenate(ordered, axis=2) if len(ordered) > 1 else ordered[0]
         for name, (_, dtype) in program.outputs.items():
-            operations.output(name, operations.to_float32(values[name]) if dtype == "float32" else values[name])
+            to_own = operations.to_float32 if dtype == "float32" else operations.to_compute
+            operations.output(name, to_own(values[name]))
 
     def _norm(self, x: Tensor, norm: steps.Norm | None) -> Tensor:
         """x itself where there is no norm."""
@@ -330,8 +331,8 @@ class ProgramGraph(Generic[Tensor]):
         if isinstance(other, WeightSpec):
             added = operations.reshape(self.weights[other.name], (1, *other.shape))
         else:
-            added = self.to_residual(self.values[other])
-        return operations.add(self.to_residual(self.values[step.value]), added)
+            added = self.values[other]
+        return operations.add(self.to_residual(self.values[step.value]), self.to_residual(added))
 
     def _norm_parts(self, step: steps.NormParts) -> Tensor:
         width = self._program.kinds[step.value][0][-1]

@@ -85,11 +85,10 @@ class EngineShape:
     @property
     def name(self) -> str:
         """The stem of the plan's file name."""
-        if self.phase == "encode":
-            return f"{self.model}.{self.phase}-p{self.tokens}"
-        keys = f"l{self.key_range}" if self.key_range > 1 or not self.segment else ""
         run = "s" + "-".join(map(str, self.segment)) if self.segment else ""
-        name = "-".join(filter(None, (f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}", keys, run)))
+        keys = f"l{self.key_range}" if self.key_range > 1 or not self.segment else ""
+        sizes = (f"p{self.tokens}",) if self.phase == "encode" else (f"b{self.batch}-t{self.tokens}", keys)
+        name = "-".join(filter(None, (f"{self.model}.{self.phase}", *sizes, run)))
         return f"{name}.lora" if self.lora_slots else name
 
 

@@ -57,16 +57,23 @@ class Program:
 
     @cached_property
     def kinds(self) -> Edge:
-        """Shape and dtype of every value between the steps of a decoder, where kernels run them; those of one name are
-        alike."""
-        kinds = self.inputs | self.outputs
-        for step in self.steps:
+        """Shape and dtype of every value between the steps, where kernels run them; in a decoder those of one name are
+        alike, of an encoder's the last counts."""
+        return self._kinds_before(len(self.steps))
+
+    def kinds_before(self, number: int) -> Edge:
+        """The same of what a step takes, by its number."""
+        return self._kinds_before(number) if self.shape.phase == "encode" else self.kinds
+
+    def _kinds_before(self, number: int) -> Edge:
+        kinds, differ = self.inputs | self.outputs, self.shape.phase == "encode"
+        for step in self.steps[:number]:
             results = step.results(kinds, self.shape, "float32")
             if step.keeps is not None and step.kept_value is not None:
                 results[step.keeps.target] = kinds[step.kept_value][0], "compute"
             for name, kind in results.items():
-                kinds.setdefault(name, kind)
-            assert step.output in kinds, f"{step.title} is no step of a decoder"
+                kinds[name] = kind if differ and name not in self.outputs else kinds.get(name, kind)
+            assert step.output in kinds, f"{step.title} does not say what it gives"
         return kinds
 
     @cached_property

@@ -19,7 +19,10 @@ from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Keep, Reshape, Step, stateful
 
 #: What stands before the number of a layer in names, and in steps as they print, and that number.
-_LAYER = re.compile(r"(model\.layers\.|deepstack_features_|[kv]_cache_|\bindex=)(\d+)")
+_LAYER = re.compile(
+    r"(model\.layers\.|deepstack_features_|[kv]_cache_|\bindex="
+    r"|visual\.blocks\.|_tower\.(?:encoder\.|transformer\.)?layers?\.|hidden_)(\d+)"
+)
 #: What begins the name of an output that is the new value of one of the segment's inputs.
 NEXT = "next_"
 #: What attention reads beside the values that it declares.
@@ -50,24 +53,26 @@ class Segment:
 
 
 def segment_of(program: Program, run: Run) -> Segment:
-    """The steps of a run as a program. What they read and write has the dtypes that kernels give it."""
+    """The steps of a run as a program. What they read and write has the dtypes that kernels give it; an encoder's
+    residual stream is float32 inside, too."""
     steps, kept = _own_steps(program, run)
-    reads, outputs = _reads_of_all(steps), Edge()
+    given, made = map(program.kinds_before, run)
+    reads, outputs, first = _reads_of_all(steps), Edge(), _first_layer(repr(steps))
     for name in _needed(program, steps, run):
         output = NEXT + name if name in reads else name
         if output != name:
-            steps.append(Reshape(output, name, program.kinds[name][0]))
-        outputs[output] = program.kinds[name]
+            steps.append(Reshape(output, name, made[name][0]))
+        outputs[_renamed(output, first)] = made[name]
     for step in steps:
         if (keep := step.keeps) is not None and keep.target in kept and step.kept_value is not None:
-            outputs[keep.target] = program.kinds[step.kept_value][0], "compute"
-    first = _first_layer(repr(steps))
-    inputs = {_renamed(name, first): program.kinds[name] for name in sorted(reads)}
+            outputs[keep.target] = made[step.kept_value][0], "compute"
+    inputs = {_renamed(name, first): given[name] for name in sorted(reads)}
     shape = segment_shape(program, run)
     if stateful(steps):
         rotates = any(getattr(step, "rotary", 0) for step in steps)  # no network takes what it does not read
         inputs |= {name: program.inputs[name] for name in _OF_ATTENTION[not rotates :] if name in program.inputs}
-    own = Program(shape, inputs, tuple(_renamed(step, first) for step in steps), outputs, program.wide_residual)
+    wide = program.wide_residual or shape.phase == "encode"
+    own = Program(shape, inputs, tuple(_renamed(step, first) for step in steps), outputs, wide)
     return Segment(own, first, kept)
 
 
@@ -97,16 +102,17 @@ def segment_shape(program: Program, run: Run) -> EngineShape:
 
 def planned_runs(program: Program, titles: Collection[str]) -> dict[Run, Run]:
     """The runs of neighbouring steps with these titles, and of each the first run that does the same."""
-    alike: dict[tuple[str, tuple[str, ...]], Run] = {}
+    alike: dict[tuple[str, str], Run] = {}
     return {run: alike.setdefault(_does(program, run), run) for run in _runs(program, titles)}
 
 
-def _does(program: Program, run: Run) -> tuple[str, tuple[str, ...]]:
-    """What a run does: its steps as they print, but for the number of their layer, and what is read of what they write.
-    Where weights come from is no part of steps, and does not print."""
+def _does(program: Program, run: Run) -> tuple[str, str]:
+    """What a run does: its steps, and what is read of what they write and what they read is like, as they print, but
+    for the number of their layer. Where weights come from is no part of steps, and does not print."""
     steps, _ = _own_steps(program, run)
-    text = repr(steps)
-    return _renamed(text, _first_layer(text)), tuple(_needed(program, steps, run))
+    text, kinds = repr(steps), program.kinds_before(run[0])
+    edge = repr((_needed(program, steps, run), [(name, kinds[name]) for name in sorted(_reads_of_all(steps))]))
+    return _renamed(text, _first_layer(text)), _renamed(edge, _first_layer(text))
 
 
 def _first_layer(text: str) -> int:

@@ -80,7 +80,7 @@ class Step:
     output: str
     #: What messages call it, by its own fields.
     called: ClassVar[str] = "the step {0.__class__.__name__} to {0.output}"
-    #: In a decoder the dtype of its output, "residual" that of the residual stream; a step of encoders alone has none.
+    #: The dtype of its output, "residual" that of the residual stream, where it is as wide as what it reads first.
     gives: ClassVar[str | None] = None
     #: Whether kernels run it between TensorRT's engines, at which it cuts a program.
     cuts: ClassVar[bool] = False
@@ -129,9 +129,8 @@ class Step:
         return self.called.format(self)
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """Shape and dtype of what it writes in a decoder, by name, but for what it keeps, where `kinds` are those of
-        what it reads and `residual` is the dtype of the residual stream: by default like the first value that it
-        reads."""
+        """Shape and dtype of what it writes, by name, but for what it keeps, where `kinds` are those of what it reads
+        and `residual` is the dtype of the residual stream: by default like the first value that it reads."""
         if self.gives is None:
             return {}
         return {self.output: (kinds[self.reads[0]][0], residual if self.gives == "residual" else self.gives)}
@@ -217,7 +216,9 @@ class Normed(Step):
 
     value: str = field(metadata=READS)
     norm: Norm
-    gives: ClassVar[str] = "compute"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.value][0], residual if shape.phase == "encode" else "compute")}
 
 
 @dataclass(frozen=True)
@@ -469,6 +470,9 @@ class Reshape(Step):
 
     value: str = field(metadata=READS)
     shape: tuple[int, ...]
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (self.shape, kinds[self.value][1])}
 
 
 @dataclass(frozen=True)

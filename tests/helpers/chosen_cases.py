@@ -130,6 +130,7 @@ SAMPLED = (
     "engines/backends/test_kernel_ranks.py::test_a_step_of_ranks_is_what_operations_compute_of_the_whole",
     "engines/backends/test_kernel_ranks.py::test_launches_of_a_rank_are_prepared",
     "engines/backends/test_prompt_executor.py::test_gives_what_the_whole_program_does",
+    "engines/backends/test_planned_encoders.py::test_every_second_step_is_what_the_whole_program_gives",
     "engines/backends/test_planned_steps.py::test_a_prompt_is_what_the_whole_program_gives",
     "engines/backends/test_tensorrt_operations.py::test_every_phase_of_every_family_builds",
     "engines/building/test_family_builds.py::test_published_files_keep_their_bytes",

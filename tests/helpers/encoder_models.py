@@ -4,14 +4,14 @@ kernels' twins."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from decode_twins import NumpyTiledKernels
 from encoder_twin import NumpyEncoder, NumpyEncoderLinear
-from numpy_kernel_device import NumpyKernelDevice
+from numpy_kernel_device import NumpyKernelDevice, NumpySegment
 
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
@@ -22,6 +22,7 @@ from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeCo
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import KEPT_ROWS
 from edgellm.engines.model.limits import EngineShape, audio_shape, vision_shape
+from edgellm.engines.model.segments import planned_runs, segment_shape
 from edgellm.engines.model.vision import VisionConfig, vision_inputs
 from edgellm.multimodal.vision_layout import Grid, vision_layout
 
@@ -118,6 +119,20 @@ MODELS = {
         rms_norms=True,
         final_norm=True,
     ),
+}
+
+#: Those of which kernels refuse some steps: norms of queries and keys; gates; heads; outputs; what reads or writes the
+#: hidden size, whose rows are no multiple of 8 columns.
+REFUSED = {
+    "norms": replace(MODELS["internvl"], qk_norm=True),
+    "gates": replace(MODELS["mistral3"], activation="gelu"),
+    "heads": replace(MODELS["qwen2_5_vl"], hidden_size=40),
+    "clipped_heads": replace(MODELS["gemma4"], hidden_size=24),
+    "outputs": replace(MODELS["qwen3_vl"], out_hidden_size=20),
+    **{
+        f"{name}_widths": replace(MODELS[name], hidden_size=36, num_heads=1)
+        for name in ("qwen3_vl", "llava_clip_two_layers", "internvl", "gemma3", "minicpmv4_6", "lfm2_vl")
+    },
 }
 
 #: Encoders of speech, of odd widths, too.
@@ -244,11 +259,15 @@ def expected_outputs(config: ModelConfig, shape: EngineShape, arrays: dict[str, 
     return {name: engine._bindings[name] for name in outputs}
 
 
-def twin_engine(config: ModelConfig, shape: EngineShape, rounds: bool = True) -> EncoderEngine:
+def twin_engine(
+    config: ModelConfig, shape: EngineShape, rounds: bool = True, planned: Collection[str] = ()
+) -> EncoderEngine:
     """The engine on the kernels' twins, in float32; nothing unwritten is read: it is NaN. `rounds`: linear layers apply
-    activations."""
-    linear = NumpyEncoderLinear() if rounds else NumpyTiledKernels()
-    kernels: Any = EncoderStepKernels(NumpyEncoder(), linear)
+    activations. `planned`: the titles of steps that segments run."""
+    linear, program = NumpyEncoderLinear() if rounds else NumpyTiledKernels(), model_program(config, shape)
+    shapes = [segment_shape(program, run) for run in planned_runs(program, planned).values()]
+    plans = {each: NumpySegment(model_program(config, each)) for each in shapes}
+    kernels: Any = EncoderStepKernels(NumpyEncoder(), linear, planned, plans)
     engine = EncoderEngine(kernels, config, shape, "float32")
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
     return engine

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from kernel_refusals import kernel_refusal
 
 from edgellm.engines.backends.base import Engine
-from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal
+from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_program

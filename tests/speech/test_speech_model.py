@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from encoder_models import EncoderBackend
+from kernel_refusals import kernel_refusal
 from safetensors.numpy import load_file, save_file
 from speech_models import CHECKPOINT, CHECKPOINTS, TOLERANCE, encoded_frames, expected_speech, features_of
 from synthetic_images import synthetic_image
@@ -22,7 +23,7 @@ from synthetic_sound import HALF_ROW, QUESTION, RATE, SECONDS, SPARSE, places, s
 from edgellm import LLM, Request
 from edgellm.built import read_built
 from edgellm.commands.info import directory_facts
-from edgellm.engines.backends.executors import SHARED_MEMORY, Executors, kernel_refusal
+from edgellm.engines.backends.executors import SHARED_MEMORY, Executors
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules

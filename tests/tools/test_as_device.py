@@ -12,8 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kernel_refusals import kernel_refusal
 
-from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal, planned_shapes
+from edgellm.engines.backends.executors import SHARED_MEMORY, planned_shapes
 from edgellm.engines.backends.plan_files import Platform, plan_candidates, present_platform
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache

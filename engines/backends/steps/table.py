@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from edgellm.engines.backends.encoder_calls import MOST_ROWS, encoder_refusals
 from edgellm.engines.backends.steps import experts
 from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
@@ -154,14 +155,12 @@ def kernel_choice(
 
 
 def whole_refusal(shape: EngineShape, dtype: str) -> str | None:
-    """Why kernels of decoders run no step of a shape; None if they may."""
+    """Why kernels run no step of a shape; None if they may."""
     if dtype not in ("float16", "bfloat16"):
         return f"kernels compute in float16 and bfloat16, not {dtype}"
-    if shape.phase == "encode":
-        return "encoders have kernels of their own"
-    part = passes(shape)[-1][1]
-    if shape.phase not in PROMPT_PHASES and (rows := part.batch * part.tokens) > MAX_TILED_ROWS:
-        return f"kernels take up to {MAX_TILED_ROWS} rows, not {rows}"
+    part, most = passes(shape)[-1][1], MOST_ROWS if shape.phase == "encode" else MAX_TILED_ROWS
+    if shape.phase not in PROMPT_PHASES and (rows := part.batch * part.tokens) > most:
+        return f"kernels take up to {most} rows, not {rows}"
     return None
 
 
@@ -197,6 +196,8 @@ def choose(
 
 def refused_steps(program: Program, limit: int) -> dict[str, str]:
     """The steps that no kernels run where blocks may have `limit` bytes of shared memory, by title, and why."""
+    if program.shape.phase == "encode":
+        return encoder_refusals(program, limit)
     tried = ((step.title, _possible(step, program, limit)) for step in program.steps)
     return {title: reason for title, (possible, reason) in tried if not possible}
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from encoder_models import (
     MODELS,
+    REFUSED,
     SPEECH_MODELS,
     EncoderBackend,
     expected_outputs,
@@ -24,9 +25,11 @@ from encoder_models import (
     twin_engine,
 )
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
+from kernel_refusals import kernel_refusal
 
-from edgellm.engines.backends.encoder_calls import EncoderCalls, encoder_refusal
+from edgellm.engines.backends.encoder_calls import EncoderCalls
 from edgellm.engines.backends.padded_weights import Padding, padded_weights
+from edgellm.engines.backends.steps.table import refused_steps
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.encoder_steps import EncoderAttention
@@ -69,7 +72,7 @@ def test_speech_equals_operations_in_the_engine_of_a_whole_window(name: str, rou
         rows = config.rows(frames)
         scale = np.abs(expected[0, :rows]).max()
         np.testing.assert_allclose(found[0, :rows], expected[0, :rows], atol=2e-5 * scale)
-        assert encoder_refusal(model_program(config, shape), "float16", _MOST_SHARED) is None
+        assert kernel_refusal(config, shape, "float16", _MOST_SHARED) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -141,9 +144,9 @@ def test_buffers_share_memory_where_nothing_reads_them_any_more(name: str) -> No
 
 def test_every_family_is_taken_in_two_dtypes() -> None:
     for config in MODELS.values():
-        program = model_program(config, shape_of(config, grids_of(config)[0]))
-        assert {encoder_refusal(program, dtype, _MOST_SHARED) for dtype in ("float16", "bfloat16")} == {None}
-        assert encoder_refusal(program, "float32", _MOST_SHARED) == (
+        shape = shape_of(config, grids_of(config)[0])
+        assert {kernel_refusal(config, shape, dtype, _MOST_SHARED) for dtype in ("float16", "bfloat16")} == {None}
+        assert kernel_refusal(config, shape, "float32", _MOST_SHARED) == (
             "kernels compute in float16 and bfloat16, not float32"
         )
 
@@ -170,8 +173,8 @@ def test_what_no_kernel_does_is_refused_by_name() -> None:
         (lambda steps: (Scale("hidden", "hidden", 2.0), *steps), "encoders have no kernel for it"),
     ]
     for change, message in cases:
-        refusal = encoder_refusal(replace(program, steps=change(program.steps)), "float16", _MOST_SHARED)
-        assert refusal is not None and message in refusal, message
+        refused = refused_steps(replace(program, steps=change(program.steps)), _MOST_SHARED)
+        assert any(message in reason for reason in refused.values()), message
     hears = SPEECH_MODELS["gemma4"]
     for changes, message in (
         ({"past": 33}, "up to 32 rows and heads of 128, not 33 and 16"),
@@ -179,15 +182,15 @@ def test_what_no_kernel_does_is_refused_by_name() -> None:
         ({"chunk_frames": 4096}, "places, up to 65536"),
     ):
         loud = replace(hears, **changes)
-        assert message in str(encoder_refusal(model_program(loud, audio_shape(loud.run_rows)), "float16", _MOST_SHARED))
-    narrow = model_program(replace(config, hidden_size=36), vision_shape(64))
-    assert "widths must be multiples of 8, not 36" in str(encoder_refusal(narrow, "float16", _MOST_SHARED))
-    odd = model_program(replace(config, out_hidden_size=20), vision_shape(64))
-    assert "rows of a multiple of 8 columns, not 20" in str(encoder_refusal(odd, "float16", _MOST_SHARED))
-    normed = model_program(replace(MODELS["internvl"], qk_norm=True), vision_shape(64))
-    assert "norms of queries and keys have no kernel" in str(encoder_refusal(normed, "float16", _MOST_SHARED))
-    many = model_program(config, vision_shape(65_540))
-    assert encoder_refusal(many, "float16", 227 << 10) == "kernels take up to 65536 rows, not 65540"
+        assert message in str(kernel_refusal(loud, audio_shape(loud.run_rows), "float16", _MOST_SHARED))
+    for name, message in (
+        ("qwen3_vl_widths", "widths must be multiples of 8, not 36"),
+        ("outputs", "widths must be multiples of 8, not 20"),
+        ("norms", "norms of queries and keys have no kernel"),
+    ):
+        assert message in str(kernel_refusal(REFUSED[name], vision_shape(64), "float16", _MOST_SHARED))
+    many = vision_shape(65_540)
+    assert kernel_refusal(config, many, "float16", 227 << 10) == "kernels take up to 65536 rows, not 65540"
 
 
 @pytest.mark.parametrize("padding", [Padding(6, 5, 1), Padding(6, 5, 2), Padding(16, 8, 2), Padding(10, None, 2)])

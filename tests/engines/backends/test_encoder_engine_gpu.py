@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from decode_models import LLAMA
 from device_bits import from_bits, relative, rounded, to_bits
 from encoder_models import (
     MODELS,
+    REFUSED,
     SPEECH_MODELS,
     expected_outputs,
     grids_of,
@@ -23,10 +25,13 @@ from encoder_models import (
 )
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
 from gpu_device import device_copy
+from kernel_refusals import kernel_refusal
+from planned_engines import plan_engine
 
+from edgellm.engines.backends import encoder_calls
 from edgellm.engines.backends.cuda_backend import CudaBackend
-from edgellm.engines.backends.encoder_calls import encoder_refusal
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
+from edgellm.engines.backends.executors import Executors
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -34,7 +39,8 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.formats.tensors import float32_into
-from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.steps import LinearResidual
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear
@@ -107,14 +113,25 @@ def prompt_kernels(module: Any, dtype: str) -> CudaPromptLinear:
 
 
 class OnDevice:
-    """An encoder's engine, bound to copies of arrays, run twice."""
+    """An encoder's engine, bound to copies of arrays, run twice; with `plans` TensorRT runs what kernels refuse."""
 
     def __init__(
-        self, gpu: Any, config: ModelConfig, shape: EngineShape, arrays: dict[str, np.ndarray], dtype: str, kind: str
+        self,
+        gpu: Any,
+        config: ModelConfig,
+        shape: EngineShape,
+        arrays: dict[str, np.ndarray],
+        dtype: str,
+        kind: str,
+        plans: bool = False,
     ) -> None:
         self.gpu, self.dtype, program = gpu, dtype, model_program(config, shape)
-        assert encoder_refusal(program, dtype, 99 << 10) is None
-        kernels = EncoderStepKernels(CudaEncoder(gpu.kernel_module), linear_kernels(gpu.kernel_module, dtype, kind))
+        assert (kernel_refusal(config, shape, dtype, 99 << 10) is not None) == plans
+        ways = Executors({"base": LLAMA, "vision": config}, EngineLimits(image_rows=(shape.tokens,)), dtype, 99 << 10)
+        planned: Collection[str] = (ways.planned(shape) or ()) if plans else ()
+        own = {part: plan_engine(gpu, config, part, dtype) for part in (ways.plans(shape) if plans else ())}
+        linear = linear_kernels(gpu.kernel_module, dtype, kind)
+        kernels = EncoderStepKernels(CudaEncoder(gpu.kernel_module), linear, planned, own)
         engine = EncoderEngine(kernels, config, shape, dtype)
         self.scratch = gpu.empty((engine.scratch_bytes,), "uint8")
         engine.attach(gpu, self.scratch)
@@ -127,6 +144,7 @@ class OnDevice:
         for name, (size, _) in program.outputs.items():
             self.bound[name] = device_copy(gpu, to_bits(np.full(size, np.nan, np.float32), dtype))
         engine.bind(self.bound)
+        self.engine = engine
         for _ in range(2):
             engine.enqueue()
 
@@ -155,6 +173,29 @@ def test_equals_operations(gpu: Any, name: str, kind: str, dtype: str) -> None:
             difference = relative(found.values(output, tokens), values[0, :tokens])
             print(f"{name} {grid} {output} {kind} {dtype}: {difference:.3%}")
             assert difference < tolerance, output
+
+
+@DTYPES
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_step_that_kernels_refuse_is_tensorrts(gpu: Any, name: str, dtype: str) -> None:
+    """And what was written is written again."""
+    config = REFUSED[name]
+    grid = grids_of(config)[0]
+    shape, tokens = shape_of(config, grid), config.token_count(grid)
+    arrays = random_encoder(config, grid, shape)
+    wide = {key: value for key, value in arrays.items() if key in ("rotary_cos_sin", "position_embeddings")}
+    arrays = rounded(arrays, dtype) | wide
+    expected = expected_outputs(config, shape, arrays)
+    found = OnDevice(gpu, config, shape, arrays, dtype, "prompt", plans=True)
+    assert found.engine._kernels.plans
+    for output, values in expected.items():
+        difference = relative(found.values(output, tokens), values[0, :tokens])
+        print(f"{name} {output} {dtype}: {difference:.3%}")
+        assert difference < 2 * TOLERANCE[dtype], output
+    first = {output: found.bits(output, tokens) for output in expected}
+    found.engine.enqueue()
+    for output, bits in first.items():
+        np.testing.assert_array_equal(found.bits(output, tokens), bits, err_msg=output)
 
 
 @DTYPES
@@ -224,11 +265,21 @@ def encoder_backend(directory: EngineDirectory) -> CudaBackend:
 
 
 @DTYPES
-@pytest.mark.parametrize("name", NAMES)
-def test_embeddings_are_those_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "refused"), [*((name, False) for name in NAMES), ("qwen2_5_vl", True), ("llava_siglip", True)]
+)
+def test_embeddings_are_those_of_transformers(
+    name: str, refused: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a step that is made `refused`, of all layers, which TensorRT runs."""
+    if refused:
+        lowered, _ = encoder_calls._KINDS[LinearResidual]
+        monkeypatch.setitem(encoder_calls._KINDS, LinearResidual, (lowered, lambda step, limit: "no"))
     directory, images = golden_directory(name, tmp_path / "engines", dtype), golden_images(name)
     backend = encoder_backend(directory)
     runner = open_vision(backend, directory)
+    plans = [plan for engine in backend._engines if isinstance(engine, EncoderEngine) for plan in engine._kernels.plans]
+    assert bool(plans) == refused
     differences = []
     for image, found in zip(images, runner.encode(images), strict=True):
         pairs = [(found.rows, image.embeddings), *zip(found.deepstack, image.deepstack, strict=True)]

@@ -32,7 +32,7 @@ from decode_models import (
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 
-from edgellm.engines.backends import kernel_engine
+from edgellm.engines.backends import encoder_calls, kernel_engine
 from edgellm.engines.backends.steps import table
 from edgellm.engines.backends.steps.attention import FewTokens
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
@@ -392,9 +392,9 @@ def test_an_unknown_step_is_named_and_a_choice_among_few_is_kept_to() -> None:
 
 
 def test_every_kind_of_step_that_models_hold_has_an_implementation() -> None:
-    """Decoders and drafts; and none is there for nothing. Experts are several of them."""
+    """Decoders and drafts, or encoders; and none is there for nothing. Experts are several of them."""
     known = {kind for kind in Step.__subclasses__() if {"results", "gives"} & vars(kind).keys()} - {Experts}
-    assert known <= TABLE.keys() and all(TABLE.values())
+    assert known <= TABLE.keys() | encoder_calls._KINDS.keys() and all(TABLE.values())
     found = set[type[Step]]()
     base = [EngineShape(*each, 64, 64) for each in (("decode", 2, 1), ("verify", 1, 8), ("prefill", 1, 72))]
     for config in (FAMILIES | SCALED | RECURRENT | MIXED | {"deepstack": replace(LLAMA, deepstack_layers=1)}).values():

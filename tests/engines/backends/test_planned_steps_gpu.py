@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 from decode_models import FAMILIES, LLAMA, SCALED, TOLERANCE, random_adapters, random_model, step_kernels
 from device_bits import from_bits, relative, rounded, to_bits
 from packed_weights import packed_copy, random_packed
+from planned_engines import plan_engine
 from tiny_families import PROMPT, TOLERANCES
 
 from edgellm import LLM, DraftingConfig, SamplingParams
@@ -21,10 +22,7 @@ from edgellm.engines.backends.cuda_backend import CODE
 from edgellm.engines.backends.executors import Executors
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.steps.table import kernel_choice, passes, step_program
-from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
-from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_program
@@ -59,14 +57,6 @@ DECOYS: dict[str, DecoderConfig] = {
 REFUSED: dict[str, dict[str, Any]] = {"attention": {"head_dim": 20}, "down": {"intermediate_size": 100}, "float32": {}}
 
 
-def plan_engine(gpu: Any, config: DecoderConfig, shape: EngineShape) -> TensorRTEngine:
-    """That of a run of steps."""
-    library = load_tensorrt()
-    plan = build_plan(config, shape, "float16", "composed", gpu.gpu.compute_capability)
-    cache: Any = SimpleNamespace(attach=lambda configuration: None)
-    return TensorRTEngine(library, library.module.Runtime(library.module.Logger()), plan, shape, cache)
-
-
 class OnDevice:
     """An engine whose steps with some titles TensorRT runs, bound to copies of arrays: by default those between
     attention, of many rows."""
@@ -92,7 +82,7 @@ class OnDevice:
         assert choice is not None and choice.plans, reason
         parts = [step_program(config, part, layouts) for _, part in passes(shape)]
         plans = {plan.plan_shape(part): None for plan in choice.plans for part in parts}
-        own = own._replace(plans={part: plan_engine(gpu, config, part) for part in plans})
+        own = own._replace(plans={part: plan_engine(gpu, config, part, self.dtype) for part in plans})
         self.engine = KernelEngine(own, choice, config, shape, self.dtype, layouts)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         self.engine.attach(gpu, self.scratch)

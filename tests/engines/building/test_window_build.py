@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from absent_gpu import TARGET, Module, prepare
+from kernel_refusals import kernel_refusal
 from published_families import GEMMA_3_1B, LLAMA_2_7B, MISTRAL_7B
 from tiny_families import WINDOWED
 
-from edgellm.engines.backends.executors import SHARED_MEMORY, Executors, kernel_refusal, planned_shapes
+from edgellm.engines.backends.executors import SHARED_MEMORY, Executors, planned_shapes
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory

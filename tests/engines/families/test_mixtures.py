@@ -16,6 +16,7 @@ from gguf_models import write_model
 from gguf_writing import Tensor
 from golden_answers import GOLDENS
 from golden_sequences import Sequences
+from kernel_refusals import kernel_refusal
 from mxfp4_checkpoints import write_mxfp4
 from numpy_kernel_device import by_fours
 from packed_checkpoints import write_packed
@@ -27,7 +28,7 @@ from edgellm import LLM, Request, SamplingParams
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.device_layouts import packed_layouts
-from edgellm.engines.backends.executors import Executors, kernel_refusal
+from edgellm.engines.backends.executors import Executors
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.building.builder import build_engine_directory

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_refusals import kernel_refusal
 
-from edgellm.engines.backends.executors import kernel_refusal, shared_limit_of
+from edgellm.engines.backends.executors import shared_limit_of
 from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config

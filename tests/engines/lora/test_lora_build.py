@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_refusals import kernel_refusal
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
-from edgellm.engines.backends.executors import kernel_refusal, planned_shapes
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.plan_files import Platform, load_or_build_plan, network_digest
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
