@@ -10,8 +10,8 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from edgellm.engines.errors import AudioError, ImageError
 
-#: What a file may have before anything of it is decoded.
-SOURCE_BYTES = 64 * 2**20
+#: By kind of media, what a file may have before anything of it is decoded.
+SOURCE_BYTES = {"image": 2**26, "audio": 2**28, "video": 2**28}
 #: By kind of media, what is raised, and what errors call a piece of it.
 _FAILURES = {"image": ImageError, "audio": AudioError, "video": ImageError}
 NOUNS = {"image": "image", "audio": "sound", "video": "video"}
@@ -44,8 +44,8 @@ def _file_bytes(path: Path, kind: str) -> bytes:
 
 
 def _check_bytes(size: int, what: str, kind: str) -> None:
-    if size > SOURCE_BYTES:
-        raise _FAILURES[kind](f"{what} has {size} bytes: the most is {SOURCE_BYTES}. Save it smaller")
+    if size > SOURCE_BYTES[kind]:
+        raise _FAILURES[kind](f"{what} has {size} bytes: the most is {SOURCE_BYTES[kind]}. Save it smaller")
 
 
 #: A scheme of one letter is the drive of a Windows path.
@@ -86,8 +86,8 @@ def _data(url: str, kind: str) -> bytes:
     head, comma, data = url.partition(",")
     if not comma:
         raise failure(f"the {noun}'s data: URL has no comma: expected data:{kind}/...;base64,...")
-    if len(data) > SOURCE_BYTES // 3 * 4 + 4:
-        raise failure(f"the {noun}'s data: URL has {len(data)} characters: the most is {SOURCE_BYTES} bytes")
+    if len(data) > SOURCE_BYTES[kind] // 3 * 4 + 4:
+        raise failure(f"the {noun}'s data: URL has {len(data)} characters: the most is {SOURCE_BYTES[kind]} bytes")
     if not head.lower().endswith(";base64"):
         return unquote_to_bytes(data)
     try:

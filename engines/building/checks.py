@@ -105,7 +105,8 @@ def choose_limits(config: DecoderConfig, **given: Any) -> EngineLimits:
         kv_capacity = min(DEFAULT_KV_CAPACITY, config.max_position_embeddings, *context_bounds(config).values())
     if prefill_chunk is None:
         wide = asked.is_packed and config.intermediate_size > _WIDE
-        fitting = min(WIDE_PREFILL_CHUNK if wide else DEFAULT_PREFILL_CHUNK, kv_capacity)
+        usual_chunk = WIDE_PREFILL_CHUNK if wide else DEFAULT_PREFILL_CHUNK
+        fitting = min(usual_chunk, kv_capacity, config.max_position_embeddings)
         prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
     usual = MTP_DEFAULTS if asked.is_mtp else DRAFT_DEFAULTS
     if not asked.has_draft:

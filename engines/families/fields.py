@@ -205,7 +205,7 @@ class ConfigFields:
     def refuse_unknown(self, names: re.Pattern[str]) -> None:
         """Note each field with such a name that is set, and that nobody reads or ignores."""
         for key, value in self.values.items():
-            if value and names.search(key) and key not in self._known and key not in _NEUTRAL_VALUES:
+            if value and names.match(key) and key not in self._known and key not in _NEUTRAL_VALUES:
                 self.refuse(key, value, "which is not known of this family")
 
     def take_rotary(self, name: str) -> Any:

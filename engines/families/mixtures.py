@@ -16,7 +16,7 @@ from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_EXPERTS, DecoderConfig, Mixture
 
 #: Fields of a mixture, but for those that say how one is trained or run, not what it computes.
-_OF_EXPERTS = re.compile(r"(?!.*(loss|jitter|overlap|output_router_logits)).*(expert|router|moe|topk|scor)")
+_OF_EXPERTS = re.compile(r"(?!.*(loss|jitter|overlap|output_router_logits)).*(expert|rout|moe|topk|scor)")
 
 
 def read_mixture(fields: ConfigFields, size: str, usual: int, **own: Any) -> Mixture:

@@ -192,7 +192,11 @@ def test_a_file_that_is_too_long_is_not_even_read(tmp_path: Path, monkeypatch: p
         file.truncate(10**12)  # sparse: reading it would fill the memory
     with pytest.raises(ImageError, match=r"long.png has 1000000000000 bytes: the most is 67108864"):
         read_image(path)
-    monkeypatch.setattr(sources, "SOURCE_BYTES", 99)
+    with path.open("r+b") as file:
+        file.truncate(10**8)  # nine minutes of sound in CD quality
+    data, _ = sources.bytes_of(path, "audio") or (b"", "")
+    assert len(data) == 10**8
+    monkeypatch.setitem(sources.SOURCE_BYTES, "image", 99)
     with pytest.raises(ImageError, match="the image has 100 bytes: the most is 99"):
         read_image(bytes(100))
 

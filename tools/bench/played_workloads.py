@@ -42,7 +42,7 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.drafter import FixedDrafter, Policy
-from edgellm.drafting.drafters import candidate_plans
+from edgellm.drafting.drafters import candidate_plans, experts_read
 from edgellm.drafting.learner import Learner
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -138,8 +138,8 @@ class Player:
 def learner(workload: Workload, runner: DecodingRunner, plans: Sequence[DraftPlan]) -> Learner:
     """As a process begins with it."""
     index = SuffixIndex() if workload.drafts in ("suffix", "both") else None
-    own = plans if workload.has_model else ()
-    return Learner(runner.verification.most_given, runner.backend.fixed_shapes, index, own)
+    own, experts = plans if workload.has_model else (), experts_read(runner.config)
+    return Learner(runner.verification.most_given, runner.backend.fixed_shapes, index, own, experts=experts)
 
 
 def measure(player: Player, workload: Workload, turns: int) -> dict[str, Any]:

@@ -89,8 +89,9 @@ def gguf_layouts(config: DecoderConfig, mixture: str, dtype: str) -> dict[str, P
 
 
 def draft_layouts(draft: DraftConfig, layers: WeightFormat, dtype: str) -> dict[str, DeviceLayout]:
-    """How a build packs a draft beside a base whose `layers` are packed."""
-    shapes = {spec.name: spec.shape for spec in draft_weights(draft) if len(spec.shape) == 2}
+    """How a build packs a draft beside a base whose `layers` are packed: all but what chooses experts."""
+    matrices = (spec for spec in draft_weights(draft) if len(spec.shape) == 2)
+    shapes = {spec.name: spec.shape for spec in matrices if not spec.name.endswith(_CHOOSERS)}
     format = chosen_format("auto", layers, math.gcd(*(shape[1] for shape in shapes.values())), dtype)
     assert format is not None
     small = format.codes == "int4" and dtype == "float16"

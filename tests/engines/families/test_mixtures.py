@@ -335,13 +335,13 @@ def test_the_plan_counts_no_mapped_experts() -> None:
         ({"score_function": "sigmoid"}, 'score_function is "sigmoid", which is not supported'),
         ({"swiglu_limit": 7.0}, "swiglu_limit is 7.0, which is not supported"),
         ({"router_logit_softcapping": 30.0}, "router_logit_softcapping is 30.0, which is not known of this family"),
-        ({"use_expert_bias": True}, "use_expert_bias is true, which is not known of this family"),
+        ({"use_routing_bias": True}, "use_routing_bias is true, which is not known of this family"),
         ({"num_experts": 4}, "num_local_experts is 6, expected 4, as num_experts says"),
     ],
 )
 def test_configurations_that_are_refused(changed: dict[str, object], problem: str) -> None:
     config = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
-    for same in ({}, {"num_experts": 6}, {"score_function": "softmax"}, {"router_aux_loss_coef": 0.1}):
+    for same in ({}, {"num_experts": 6}, {"score_function": "softmax"}, {"output_router_logits": True}):
         assert decoder_config(config | same).mixture == Mixture(6, 2, 16, dense_layers=(1,))
     with pytest.raises((CheckpointError, UnsupportedModelError)) as raised:
         decoder_config(config | changed)
