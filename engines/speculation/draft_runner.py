@@ -29,10 +29,10 @@ from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines,
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.media_inputs import MediaInputs
 from edgellm.engines.runners.rows import StepBuffers, bound_inputs
-from edgellm.engines.runners.sampling_state import StepRules
+from edgellm.engines.runners.sampling_state import StepReadback, StepRules
 from edgellm.engines.runners.states import ModelStates, SlotRows
 from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
-from edgellm.engines.speculation.drafter import Decode, Drafter, Proposal, StepReadback
+from edgellm.engines.speculation.drafter import Drafter, Proposal
 from edgellm.engines.speculation.tree import CandidateBuffers, TreeLimits
 from edgellm.kernels.acceptance.contract import Chain
 from edgellm.kernels.arrays import Array, leading
@@ -212,9 +212,6 @@ class EagleDraftEngineRunner(Drafter):
         """See `Drafter`: several slots, and engines of fixed shapes, take as many as there can be."""
         return self.limits.accept_tokens if self.backend.fixed_shapes or batch > 1 else self.unseen[0]
 
-    def decoding(self, base: BaseEngineRunner) -> Decode:
-        return self.decode
-
     def decode(self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None) -> StepReadback:
         """A plain step. Where there is no room for another entry, the draft takes those that there are before."""
         full = max(self.unseen[:batch]) >= self.limits.accept_tokens
@@ -223,14 +220,14 @@ class EagleDraftEngineRunner(Drafter):
             self.backend.upload(self.pending.counts[:bucket], np.zeros(bucket, np.int32))
             self.unseen[:batch] = [0] * batch
         emitted = self._base.decode(batch, rules, begun)
-        step = StepReadback(self, self._base.lengths, batch, None, emitted, full)
+        step = StepReadback(self.read, self._base.lengths, batch, 0, emitted, full)
         self.launched(step)
         return step
 
     def launched(self, step: StepReadback) -> None:
         for slot in range(step.batch):
             if self._base.lengths[slot]:
-                self.unseen[slot] = self.unseen[slot] + 1 if step.plan is None else step.plan.longest
+                self.unseen[slot] = step.longest or self.unseen[slot] + 1
         self._latest = step
 
     def read(self, step: StepReadback, counts: Sequence[int]) -> None:
@@ -239,7 +236,7 @@ class EagleDraftEngineRunner(Drafter):
                 if step.draft_accepted:
                     self.draft_rows[slot] = self.base_rows[slot]
                 self.base_rows[slot] += count
-                if step is self._latest and step.plan is not None:
+                if step is self._latest and step.longest:
                     self.unseen[slot] = count
         if step is self._latest:
             self._latest = None

@@ -7,13 +7,13 @@ has not are the pending entries: a feature each, and the token after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from edgellm.engines.backends.base import Backend, Readback
+from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.runners.base_runner import BaseEngineRunner, FeatureUser
+from edgellm.engines.runners.base_runner import FeatureUser
+from edgellm.engines.runners.sampling_state import StepReadback
 from edgellm.engines.runners.states import ModelStates, SlotRows
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.tree import CandidateBuffers, TreeLimits, pending_entries
@@ -31,10 +31,6 @@ class Proposal(NamedTuple):
     candidates: Candidates
     expansion: Expansion | None = None
     chain: Chain | None = None
-
-
-#: Takes a plain step, see `BaseEngineRunner.decode`.
-Decode = Callable[..., "Readback | StepReadback"]
 
 
 class Drafter(FeatureUser):
@@ -85,10 +81,6 @@ class Drafter(FeatureUser):
         """How many entries of each of the leading slots the next round's engine takes in, pending ones and padding."""
         return 0
 
-    def decoding(self, base: BaseEngineRunner) -> Decode:
-        """What takes plain steps, and keeps what this drafter needs of them: without a model the base alone."""
-        return base.decode
-
     def launched(self, step: StepReadback) -> None:
         """A step is under way: a plain one, or a round."""
 
@@ -124,35 +116,3 @@ class Drafter(FeatureUser):
 
     def close(self) -> None:
         """Let go of what is held on the device."""
-
-
-@dataclass(eq=False)
-class StepReadback:
-    """The tokens of a round or, without a `plan`, of a plain step beside a draft model, of `batch` slots, on their way
-    to the host.
-
-    `emitted` reads them; `lengths` are those of `BaseEngineRunner`, bounds that become exact; `draft_accepted` says
-    whether the step began with the draft taking its pending entries.
-    """
-
-    draft: Drafter
-    lengths: list[int]
-    batch: int
-    plan: DraftPlan | None
-    emitted: Readback
-    draft_accepted: bool
-    _tokens: list[list[int]] | None = None
-
-    def wait(self) -> list[list[int]]:
-        """The tokens of each slot, in order: none for an idle one, else at least one."""
-        if self._tokens is None:
-            values = self.emitted.wait()[: self.batch].tolist()
-            if self.plan is None:
-                self._tokens = [[token] if token >= 0 else [] for token in values]
-            else:
-                self._tokens = [row[1 : 1 + row[0]] for row in values]
-                for slot, tokens in enumerate(self._tokens):
-                    if tokens:
-                        self.lengths[slot] += len(tokens) - self.plan.longest
-            self.draft.read(self, [len(tokens) for tokens in self._tokens])
-        return self._tokens
