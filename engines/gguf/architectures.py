@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from edgellm.engines.errors import UnsupportedModelError
-from edgellm.engines.gguf.encoders import ENCODERS
 from edgellm.engines.gguf.gemma import gemma2_config, gemma3_config, gemma4_config
 from edgellm.engines.gguf.metadata import Metadata, attends
 from edgellm.engines.model.nearest import nearest
@@ -345,15 +344,18 @@ _OWN: dict[str, Callable[[Metadata, _Config], _Config]] = {
     "seed_oss": _seed_oss,
     "starcoder2": _starcoder2,
 }
-_TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+#: What `general.architecture` says of vision encoders.
+ENCODERS = "clip"
+#: What is said of architectures, their tensors and encoders.
+TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 #: What tensors of a layer, and beside the layers, are called in all architectures: see `weights.py`.
-TENSOR_NAMES: dict[str, dict[str, str]] = _TABLE["tensors"]
+TENSOR_NAMES: dict[str, dict[str, str]] = TABLE["tensors"]
 
 
 def _listed(kind: str, own: Mapping[str, Callable[[Metadata, _Config], _Config]]) -> dict[str, Architecture]:
     """Architectures of the table by llama.cpp's names, of which several may be alike."""
     found: dict[str, Architecture] = {}
-    for names, values in _TABLE[kind].items():
+    for names, values in TABLE[kind].items():
         adds = own.get(values["model_type"], lambda metadata, config: {})
         found |= dict.fromkeys(names.split(), Architecture(own=adds, **values))
     return found

@@ -19,9 +19,9 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.safetensors_file import COPY_AGAIN, TensorInfo
 from edgellm.engines.formats.tensors import STORAGE
-from edgellm.engines.gguf.architectures import TENSOR_NAMES, Architecture, architecture
+from edgellm.engines.gguf.architectures import ENCODERS, TENSOR_NAMES, Architecture, architecture
 from edgellm.engines.gguf.changes import Change
-from edgellm.engines.gguf.encoders import ENCODERS, encoder_tensors
+from edgellm.engines.gguf.encoders import encoder_tensors
 from edgellm.engines.gguf.metadata import Metadata
 from edgellm.engines.model.config import LARGEST_EXPERTS
 from edgellm.engines.model.named_weights import PUBLISHED
