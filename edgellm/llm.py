@@ -26,8 +26,7 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import handle_requests, with_others
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.sessions import Answer, Growing, Session
-from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET
-from edgellm.snapshots.state_cache import STATE_BUDGET
+from edgellm.snapshots.kept_on_host import PREEMPTION_BUDGET, STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.snapshots.system_prompt import CachedPrompt
 from edgellm.text.turns import OngoingConversation, Overflow

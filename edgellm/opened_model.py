@@ -37,9 +37,8 @@ from edgellm.observing.observer import Observer
 from edgellm.prefilled import HiddenStates
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET, RowKeeper
+from edgellm.snapshots.kept_on_host import PREEMPTION_BUDGET, STATE_BUDGET, RowKeeper, StateKeeper
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.state_cache import STATE_BUDGET, StateKeeper
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.benchmark.inputs import BenchConfiguration
+from edgellm.benchmark.comparing import BenchConfiguration, BenchRun
 from edgellm.benchmark.report import backend_of, report_lines
-from edgellm.benchmark.run import BenchRun
 from edgellm.device.boards import Board, board_of
 from edgellm.device.forecast import EDGE_MICROSECONDS, REACHED, engine_costs, seconds
 from edgellm.device.sensors import sensor_facts, sensors_in_words

@@ -25,7 +25,7 @@ from edgellm.kernels.atomic_write import write_atomically
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from edgellm.benchmark.inputs import BenchPrompt
+    from edgellm.benchmark.comparing import BenchPrompt
     from edgellm.evaluation.inputs import Example
 
 MAX_TOKENS = 64
@@ -69,7 +69,7 @@ def bench(given: BenchOptions) -> None:
         with explained(f"--report {given.report} cannot be made", RequestError):
             given.report.mkdir(parents=True, exist_ok=True)
         require_writable(given.report / "report.md", "--report")
-    from edgellm.benchmark.inputs import default_prompts, load_prompts
+    from edgellm.benchmark.comparing import default_prompts, load_prompts
 
     prompts = default_prompts() if given.prompts is None else load_prompts(given.prompts)
     results = measure(settings, prompts, given.configurations, given.repeat, given.report is not None)
@@ -91,8 +91,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run all configurations and return what to report, as JSON values; `of_device` with a page's facts, too."""
     from edgellm.benchmark import device_report
-    from edgellm.benchmark.inputs import parse_configurations
-    from edgellm.benchmark.run import run_benchmark, summarize
+    from edgellm.benchmark.comparing import parse_configurations, run_benchmark, summarize
 
     limits = described_directory(settings).limits
     chosen = parse_configurations(configurations, limits, backend_name(settings), settings.drafting)

@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from edgellm.drafting.drafter import Choice, Policy
-from edgellm.drafting.own_plans import OwnPlans, Step
-from edgellm.drafting.proposals import HostProposals
-from edgellm.drafting.proposed import Drafted, Proposed
-from edgellm.drafting.ratings import MOST_REST, Account, Option, Search
+from edgellm.drafting.own_plans import MOST_REST, Account, Option, OwnPlans, Search, Step
+from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.report import DraftingReport, forecasts, why
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES

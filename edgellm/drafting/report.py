@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgellm.drafting.ratings import Option
+from edgellm.drafting.own_plans import Option
 from edgellm.drafting.seconds import PLAIN
 
 

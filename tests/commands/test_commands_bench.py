@@ -9,9 +9,17 @@ from xml.etree import ElementTree
 import pytest
 
 from edgellm import LLM, SamplingParams
-from edgellm.benchmark.inputs import default_configurations, default_prompts, load_prompts, parse_configurations
+from edgellm.benchmark.comparing import (
+    BenchResult,
+    BenchRun,
+    default_configurations,
+    default_prompts,
+    load_prompts,
+    parse_configurations,
+    run_benchmark,
+    summarize,
+)
 from edgellm.benchmark.report import report_lines, speed_plot
-from edgellm.benchmark.run import BenchResult, BenchRun, run_benchmark, summarize
 from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import RequestError
