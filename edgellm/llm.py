@@ -13,7 +13,7 @@ from weakref import finalize
 
 import numpy as np
 
-from edgellm.drafting.report import DraftingReport
+from edgellm.drafting.learner import DraftingReport
 from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.engines.closing import Closing
 from edgellm.errors import EdgeLLMError, EngineError, require_kind
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from edgellm.drafting.config import DraftingConfig
     from edgellm.engines.directories.engine_directory import EngineDirectory
-    from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
+    from edgellm.tracing import Observer
     from edgellm.watching import Watch, WatchOptions
 
 

@@ -104,7 +104,8 @@ def measure(
             llm = opened.enter_context(open_model_with(settings, first))
         answered = with_system_prompt(prompts, settings.system)
         try:
-            result = run_benchmark(llm, plain, answered, chosen, params, repeat, _show_answers)
+            asked = llm, plain, answered, chosen, params, repeat
+            result = run_benchmark(*asked, lambda done, total: status_line.show(f"answer {done} of {total}"))
         finally:
             status_line.show("")
         results: dict[str, Any] = {
@@ -149,7 +150,3 @@ def write_result(path: Path, text: str, option: str) -> None:
     with explained(f"{option} {path} cannot be written", RequestError):
         write_atomically(path, text.encode())
     write_note(f"{path} written")
-
-
-def _show_answers(done: int, total: int) -> None:
-    status_line.show(f"answer {done} of {total}")

@@ -31,6 +31,8 @@ _SOME_STRINGS = re.compile(rb'(?:[^"]*' + _STRING + rb"){1,1000}", re.DOTALL)
 #: ollama's API send neither).
 _DATA = re.compile(rb'"(?:data(?::|"\s*:\s*")|[A-Za-z0-9+/]{4096})')
 _WHOLE_NUMBERS = re.compile(rb"\[[\s\d,]{100,}\]")
+#: Fields with the bytes of images, videos and sounds, as text or as an object's.
+_MEDIA = ("image_url", "audio_url", "video_url", "url", "source", "input_audio", "data", "images")
 
 
 def check_body(body: bytes, most: int) -> None:
@@ -49,10 +51,8 @@ def check_body(body: bytes, most: int) -> None:
 
 def check_images(body: bytes, value: dict[str, Any], most: int) -> None:
     """Raise HTTPError for a body, parsed as `value`, of more than `most` bytes beside its images."""
-    if len(body) > most:
-        shown = [_image_bytes(value.get(name)) for name in ("messages", "input")]
-        if len(body) - sum(shown) - _listed_bytes([value]) - _listed_bytes(value.get("messages")) > most:
-            raise _too_large(most)
+    if len(body) > most and len(body) - _media_bytes(value) > most:
+        raise _too_large(most)
 
 
 def _without_data(body: bytes, most: int) -> bytes:
@@ -81,31 +81,16 @@ def _values(text: bytes) -> int:
     return sum(map(text.count, (b",", b"[", b"{"))) - text.count(b"[]") - text.count(b"{}")
 
 
-def _image_bytes(messages: Any) -> int:
-    """The bytes of the images, videos and sounds that messages show: their data URLs, or what a `source` has."""
-    size = 0
-    for message in _objects(messages):
-        parts = _objects(message.get("content"))
-        for part in [*parts, *(inner for each in parts for inner in _objects(each.get("content")))]:
-            url = part.get("image_url") or part.get("audio_url") or part.get("video_url")
-            for name in ("source", "input_audio"):
-                if isinstance(source := part.get(name), dict):
-                    data, url = source.get("data"), source.get("url")
-                    size += len(data) if isinstance(data, str) else 0
-            url = url.get("url") if isinstance(url, dict) else url
-            size += len(url) - len("data:") if isinstance(url, str) and url.startswith("data:") else 0
-    return size
-
-
-def _objects(values: Any) -> list[dict[str, Any]]:
-    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
-
-
-def _listed_bytes(objects: Any) -> int:
-    """The bytes of the images that objects have as a list of texts, `images`."""
-    found = (each.get("images") for each in _objects(objects))
-    images = (image for listed in found if isinstance(listed, list) for image in listed if isinstance(image, str))
-    return sum(map(len, images))
+def _media_bytes(value: Any, shows: bool = False, depth: int = 10) -> int:
+    """The bytes of the images, videos and sounds that the parts of messages, or a list `images`, show; of texts in
+    these all (`shows`)."""
+    if isinstance(value, str) or not depth:
+        return len(value) if shows and isinstance(value, str) else 0
+    if isinstance(value, list):
+        return sum(_media_bytes(each, shows, depth - 1) for each in value)
+    fields = value if isinstance(value, dict) else {}
+    parts = {key: each for key, each in fields.items() if key in _MEDIA or key in ("messages", "input", "content")}
+    return sum(_media_bytes(each, shows or key in _MEDIA, depth - 1) for key, each in parts.items())
 
 
 def _too_large(most: int) -> HTTPError:
