@@ -192,14 +192,6 @@ class BenchRun:
     reused_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class BenchResult:
-    """All answers, and of adaptive configurations what their controllers say at the end, by name."""
-
-    runs: list[BenchRun]
-    reports: dict[str, DraftingReport]
-
-
 def run_benchmark(
     llm: LLM,
     plain: LLM,
@@ -208,12 +200,13 @@ def run_benchmark(
     params: SamplingParams,
     repeat: int,
     progress: Callable[[int, int], None] | None = None,
-) -> BenchResult:
+) -> tuple[list[BenchRun], dict[str, DraftingReport]]:
     """Answer every prompt `repeat` times with every configuration: plain decoding on `plain`, the others on `llm`.
 
     Configurations take turns at each prompt, another one first each time, so that a machine that gets slower or faster
     meets all of them. Each answers every prompt once before that counts: code is compiled and loaded, and graphs are
-    captured, for lengths of texts and kinds of rounds. What was said then is forgotten.
+    captured, for lengths of texts and kinds of rounds. What was said then is forgotten. Beside all answers are, by
+    name, what the controllers of adaptive configurations say at the end.
     """
     models = {each.name: plain if each.drafting is None else llm for each in configurations}
     runs: list[BenchRun] = []
@@ -239,17 +232,18 @@ def run_benchmark(
                 done += 1
                 if progress is not None:
                     progress(done, total)
-    return BenchResult(runs, reports)
+    return runs, reports
 
 
-def summarize(result: BenchResult, configurations: Sequence[BenchConfiguration]) -> list[dict[str, Any]]:
+def summarize(
+    runs: Sequence[BenchRun], reports: Mapping[str, DraftingReport], configurations: Sequence[BenchConfiguration]
+) -> list[dict[str, Any]]:
     """One JSON object for each configuration; the first is the yardstick of ratios and outputs.
 
     Speeds are tokens after the first over the seconds for them; `ratio` is the speed over the yardstick's,
     `ratio_by_repeat` the same within each repetition. `outputs` counts answers whose tokens equal the yardstick's to
     the same prompt, and where others differ first. `controller` is the DraftingReport of an adaptive configuration.
     """
-    runs = result.runs
     yardstick = [run for run in runs if run.configuration == configurations[0].name]
     found = []
     for configuration in configurations:
@@ -266,7 +260,7 @@ def summarize(result: BenchResult, configurations: Sequence[BenchConfiguration])
                 ],
                 "tasks": {task: _figures(_of(own, task=task), _of(yardstick, task=task)) for task in tasks},
                 "outputs": _compared(own, yardstick),
-                "controller": asdict(report) if (report := result.reports.get(configuration.name)) else None,
+                "controller": asdict(report) if (report := reports.get(configuration.name)) else None,
             }
         )
     return found

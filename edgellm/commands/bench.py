@@ -105,7 +105,7 @@ def measure(
         answered = with_system_prompt(prompts, settings.system)
         try:
             asked = llm, plain, answered, chosen, params, repeat
-            result = run_benchmark(*asked, lambda done, total: status_line.show(f"answer {done} of {total}"))
+            runs, reports = run_benchmark(*asked, lambda done, total: status_line.show(f"answer {done} of {total}"))
         finally:
             status_line.show("")
         results: dict[str, Any] = {
@@ -117,10 +117,10 @@ def measure(
             "sampling": asdict(params),
             "prompts": len(answered),
             "repeat": repeat,
-            "configurations": summarize(result, chosen),
+            "configurations": summarize(runs, reports, chosen),
         }
         if of_device:
-            results |= device_report.of_model(llm, settings.gpus, result.runs, chosen, results["configurations"])
+            results |= device_report.of_model(llm, settings.gpus, runs, chosen, results["configurations"])
     return results | ({"device": device_report.device_facts(results["backend"])} if of_device else {})
 
 

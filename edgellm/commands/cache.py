@@ -17,9 +17,8 @@ import typer
 from edgellm.commands import cache_prompts, options
 from edgellm.commands.cache_prompts import CachePrompt, read_snapshot_file, snapshot_files
 from edgellm.commands.console import mebibytes, progress_display, write_error, write_note
-from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.settings import Settings, chosen_settings
-from edgellm.commands.table import argument, option, takes_options
+from edgellm.commands.table import PanelCommand, PanelGroup, argument, option, takes_options
 from edgellm.errors import EdgeLLMError, RequestError, SnapshotError
 from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.file import SnapshotFolder, require_snapshot_file, write_snapshot
