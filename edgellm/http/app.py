@@ -275,8 +275,7 @@ class Service:
                 return asked, generations
 
         asked, generations = await self._read(request, submit)
-        answers = [await AsyncGeneration(partial(asyncio.sleep, 0, each)) for each in generations]  # which gives each
-        return asked, answers, [each.request_state for each in generations]
+        return asked, [await _asynchronous(each) for each in generations], [each.request_state for each in generations]
 
     async def _embed(self, read: Callable[[bytes, ServedModel], ParsedEmbedding], request: Request) -> Response:
         """Embed texts, each in its turn among those of other requests."""
@@ -378,3 +377,12 @@ class Service:
             origin = () if template is None else (Path(template.origin).parent,)
             found.message = without_folders(found.message, (folder, folder.absolute(), *origin))
         return found
+
+
+async def _asynchronous(generation: Generation) -> AsyncGeneration:
+    """A request on its way, to be read in the event loop."""
+
+    async def ask() -> Generation:
+        return generation
+
+    return await AsyncGeneration(ask)
