@@ -1,6 +1,6 @@
 """Forms of packed layers in whole steps: each shape's others, one after the other, beside the one that ships.
 
-    python tools/bench/form_speed.py [qwen3-30b-a3b:int4+int4 llama-1b:int4 ...] [--rows 1 8 16]
+    python tools/bench/form_speed.py [qwen3-30b-a3b:int4+int4 llama-1b:int4 ...] [--rows 1 8 16] [--as orin]
 
 Microseconds of a decode step behind 128 tokens, or of one that verifies so many given ones (`--rows`), as one captured
 graph in which the layers of one shape have another form; in turns with the step as it ships, the least of three. At
@@ -21,6 +21,7 @@ from unittest.mock import patch
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse
 from probes import enqueue_replaced
 from random_model import random_backend, random_prompt, shape_directory
 
@@ -48,6 +49,14 @@ TILINGS = (
 TILES: tuple[tuple[int, ...], ...] = (
     *((2, 1, 4, 4, 2, 0), (2, 1, 2, 4, 4, 0), (2, 2, 1, 4, 3, 8, 1, 3), (2, 1, 1, 16, 3, 6), (2, 1, 1, 16, 2, 4)),
     *((2, 2, 8, 1, 3, 0), (2, 1, 4, 4, 3, 0), (2, 2, 2, 4, 3, 0), (2, 2, 4, 4, 2, 6), (2, 2, 4, 4, 2, 3, 4)),
+    *(
+        (2, 2, 1, 16, 2, 3),
+        (2, 2, 1, 16, 2, 4),
+        (2, 2, 4, 4, 3, 0),
+        (2, 2, 4, 4, 2, 0),
+        (2, 1, 1, 16, 2, 3),
+        (2, 1, 2, 4, 3, 6),
+    ),
     *((2, 2, 1, 4, 4, 8, 1, 2), (2, 1, 1, 4, 4, 8, 1, 4), (2, 1, 2, 4, 3, 0, 1, 2), (2, 1, 4, 4, 2, 0, 1, 2)),
 )
 #: Rows of activations, rows and columns of weights, and how many rows chose experts, if these are theirs.
@@ -122,7 +131,7 @@ def sweep(engine: Any, module: Any, graph_of: Callable[[Any], Any], microseconds
         for shape, ways in forms.found.items():
             found = sorted(((*compared({shape: form}), str(form), form) for form in ways[1:]), key=lambda each: each[0])
             print(f"{shape} ships {ways[0]}", flush=True)
-            for other, mine, name, form in found[:3]:
+            for other, mine, name, form in found[:7]:
                 print(f"    {other:9.1f} us, as it ships {mine:9.1f}: {name}", flush=True)
                 if other < 0.998 * mine:
                     best.setdefault(shape, form)
@@ -169,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
         for model in arguments.models:
             for rows in arguments.rows:
