@@ -16,7 +16,7 @@ from command_line import Edgellm
 from edgellm.commands import doctor as commands
 from edgellm.device import limits
 from edgellm.device import proof as proofs
-from edgellm.device.boards import BOARDS, board_of
+from edgellm.device.forecast import BOARDS, board_of
 from edgellm.device.limits import DeviceLimits
 from edgellm.device.proof import compared_tokens, largest, made_by, proof, with_earlier
 from edgellm.errors import MissingDependencyError

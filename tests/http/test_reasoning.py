@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from edgellm.http.answers import AnswerReader, ChatWriter, Piece
 from edgellm.http.fields import ParsedRequest
 from edgellm.http.messages import MessageWriter
-from edgellm.http.ollama_answers import ChatLineWriter
+from edgellm.http.ollama import ChatLineWriter
 from edgellm.http.responses import ResponseWriter, input_messages
 from edgellm.requests import Chunk, Request, Response, Timings, TokenLogprobs, Usage
 from edgellm.sampling_params import SamplingParams

@@ -19,7 +19,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, given, tree
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.snapshots.preempted_rows import RowKeeper
+from edgellm.snapshots.kept_on_host import RowKeeper
 
 LIMITS = EngineLimits(max_batch=4, prefill_chunk=16, kv_capacity=96, draft_top_k=4, draft_steps=4, verify_tree_size=16)
 PLANS = [chain(4), tree(4, 4, 16), tree(2, 3, 9), choices_plan([[0], [1], [0, 0], [0, 1], [0, 0, 0]])]
