@@ -118,7 +118,8 @@ class ServerProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """A value of `/metrics`; 0 where it was never counted."""
-        text = self.get("/metrics", authorization=f"Bearer {self.key}")[1]
+        lines = self.get("/metrics", authorization=f"Bearer {self.key}")[1].splitlines()
+        text = "\n".join(line for line in lines if f"edgellm_{name}" in line)
         found = [
             sample.value
             for family in text_string_to_metric_families(text)
