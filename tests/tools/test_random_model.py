@@ -16,6 +16,7 @@ from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain, tree
 from edgellm.kernels.compiler import compile_module
+from edgellm.kernels.experts.choice import chosen_experts
 
 LIMITS = EngineLimits(1, 16, 240, draft_top_k=4, draft_steps=3, verify_tree_size=12)
 PROMPT = list(range(5, 40))
@@ -188,6 +189,7 @@ def test_weights_of_gguf_files_have_their_sizes_and_are_those_of_dense_ones(
         ("qwen3-30b-a3b", "q4_k_m", 2, {"num_experts": 8}),
         ("gpt-oss-20b", "mxfp4_moe", 2, {"num_local_experts": 8, "intermediate_size": 256}),
         ("lfm2-8b-a1b", "q4_k_m", 3, {"num_experts": 8}),
+        ("qwen3.5-35b-a3b", "q4_k_m", 4, {"num_experts": 8, "shared_expert_intermediate_size": 256, "head_dim": 256}),
     ],
 )
 def test_a_random_gguf_file_of_a_mixture_is_read_as_its_model(
@@ -220,3 +222,32 @@ def test_a_random_gguf_file_of_a_mixture_is_read_as_its_model(
     if not config.tie_word_embeddings:  # whose table is as the layers are, here as the head is
         kinds[EMBEDDING] = [(run.format, run.rows) for run in made[EMBEDDING].runs]
     assert kinds == {name: [(run.format, run.rows) for run in layout.runs] for name, layout in made.items()}
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "lfm2-8b-a1b"])
+def test_experts_of_a_random_model_are_chosen_as_often_as_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    """Routers that have no number of each expert for the choice, and that have one, whose experts rank otherwise in
+    each layer."""
+    from experts_speed import drawn_choices
+    from mixture_speed import corrections, skew, with_corrections
+    from random_checkpoint import SHAPES, with_layers
+    from random_model import random_runner, shape_directory
+
+    small = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 64, "head_dim": 16}
+    monkeypatch.setitem(SHAPES, shape, with_layers(SHAPES[shape], 4) | small | {"num_attention_heads": 8})
+    directory = with_corrections(shape_directory(tmp_path, shape, EngineLimits(1, 16, 32)))
+    mixture, random, rows = directory.config.mixture, np.random.default_rng(7), 2000
+    assert mixture is not None
+    with random_runner(directory, "numpy") as runner:
+        skew(runner, mixture, 2048)
+        added = [weight for name, weight in runner.weights.items() if name.endswith("bias") and weight.ndim == 1]
+    assert len(added) == 4 - len(mixture.dense_layers) and not np.array_equal(added[0], added[1])
+    by_rank = corrections(mixture, 2048)
+    assert np.array_equal(np.sort(added[0]), np.sort(by_rank))
+    given = random.normal(0, 0.02 * 2048**0.5, (rows, mixture.experts)).astype(np.float32)
+    drawn = drawn_choices(random, np.arange(mixture.experts), rows, mixture.chosen)
+    ids = chosen_experts(given, mixture.routing, by_rank)[0]
+    found, wanted = (np.bincount(each.ravel(), minlength=mixture.experts) / rows for each in (ids, drawn))
+    assert np.abs(found - wanted).max() < 0.08

@@ -66,6 +66,12 @@ FORMATS = {
 }
 
 
+def drawn_choices(random: np.random.Generator, ranks: np.ndarray, rows: int, chosen: int) -> np.ndarray:
+    """Ids, int32 [rows, chosen], rising, of experts that are as likely as their ranks [E] say: (rank + 1)^-0.8."""
+    order = np.argsort(_SKEW * np.log(ranks + 1) - random.gumbel(size=(rows, len(ranks))), axis=1)
+    return np.sort(order[:, :chosen], axis=1).astype(np.int32)
+
+
 class Layer(NamedTuple):
     """The weights of one layer."""
 
@@ -133,9 +139,8 @@ class Bench:
         found = []
         for layer in range(LAYERS):
             random = np.random.default_rng(layer)
-            law = -_SKEW * np.log(random.permutation(self.experts) + 1) * skewed
-            order = np.argsort(-law - random.gumbel(size=(rows, self.experts)), axis=1)
-            found.append(np.sort(order[:, : self.chosen], axis=1).astype(np.int32))
+            ranks = random.permutation(self.experts) * skewed
+            found.append(drawn_choices(random, ranks, rows, self.chosen))
         return found
 
     def milliseconds(self, launches: Sequence[Launch]) -> float:

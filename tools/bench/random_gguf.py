@@ -3,8 +3,8 @@
     python tools/bench/random_gguf.py llama-8b FILE.gguf [--mixture q8_0] [--layers 2]
 
 Types are those of a mixture, as llama.cpp has it: by itself Q4_K_M; MXFP4_MOE has experts in MXFP4, all else in Q8_0.
-Models are of Llama's, Qwen3's, Qwen3-MoE's, gpt-oss's and LFM2-MoE's families. Five gigabytes take some seconds: blocks
-are drawn once, and cut anew for each tensor.
+Models are of Llama's, Qwen3's, Qwen3-MoE's, Qwen3.5-MoE's, gpt-oss's and LFM2-MoE's families. Five gigabytes take some
+seconds: blocks are drawn once, and cut anew for each tensor.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ _FACTORS = {"q4_0": (0,), "q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
 MIXTURES = {"q4_0": "q4_0", "q8_0": "q8_0", "q4_k_m": "q4_k", "mxfp4_moe": "q8_0"}
 #: Of factors; of what stays float32 and is no norm; of MXFP4's powers, as their exponents are stored.
 _SCALE, _DEVIATION, _EXPONENT = 1e-4, 0.02, 120
+#: Matrices that stay float32.
+_FLOATS = "ffn_gate_inp", "shortconv.conv", "ssm_conv1d"
 #: The families that are written, and llama.cpp's names of them.
 _ARCHITECTURES = {
     **{"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"},
-    **{"gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
+    **{"gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe"},
 }
 
 
@@ -54,7 +56,7 @@ def type_in_mixture(mixture: str, kind: str, layer: int, layers: int) -> str:
     but those of mixtures of Q8_0, as is an embedding that is one; stacks of experts end with `_exps`."""
     if mixture == "mxfp4_moe" and kind.endswith("_exps"):
         return "mxfp4"
-    down = kind.removesuffix("_exps") in ("attn_v", "ffn_down")
+    down = kind.removesuffix("_exps").removesuffix("_shexp") in ("attn_v", "ffn_down")
     finer = layer < 0 or (mixture == "q4_k_m" and down and finer_layer(layer, layers))
     return "q6_k" if finer and MIXTURES[mixture] != "q8_0" else MIXTURES[mixture]
 
@@ -79,7 +81,8 @@ def write_random_gguf(path: Path, shape: str, layers: int | None = None, mixture
             _, elements, size = _NUMBERS[kind]
             left = nbytes = math.prod(own) // elements * size
             if kind == "float32":
-                values = np.ones(own) if "norm" in name else random.normal(0, _DEVIATION, own)
+                one = 1 if "norm" in name else -1 if name.endswith("ssm_a") else 0
+                values = np.full(own, one) if one else random.normal(0, _DEVIATION, own)
                 file.write(values.astype("<f4").tobytes())
                 left = 0
             while left:
@@ -109,7 +112,7 @@ def _tensors(config: DecoderConfig, mixture: str) -> Iterator[tuple[str, str, tu
     for layer in range(layers):
         for name, shape in _layer(config, layer).items():
             module, _, ending = name.rpartition(".")
-            is_linear = ending == "weight" and len(shape) > 1 and module not in ("ffn_gate_inp", "shortconv.conv")
+            is_linear = ending == "weight" and len(shape) > 1 and module not in _FLOATS
             kind = type_in_mixture(mixture, module, layer, layers) if is_linear else "float32"
             yield f"blk.{layer}.{name}", kind, shape
     last = "token_embd_norm" if config.family == "lfm2_moe" else "output_norm"
@@ -120,15 +123,26 @@ def _tensors(config: DecoderConfig, mixture: str) -> Iterator[tuple[str, str, tu
 
 def _layer(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's tensors."""
-    hidden, mixture, is_oss = config.hidden_size, config.mixture, config.family == "gpt_oss"
+    hidden, mixture, is_post = config.hidden_size, config.mixture, config.family in ("gpt_oss", "qwen3_5_moe_text")
     found: dict[str, tuple[int, ...]] = {"attn_norm.weight": (hidden,)}
-    found["post_attention_norm.weight" if is_oss else "ffn_norm.weight"] = (hidden,)
-    if config.layer_kind(layer) == "convolution":
+    found["post_attention_norm.weight" if is_post else "ffn_norm.weight"] = (hidden,)
+    if config.layer_kind(layer) == "delta":
+        key_heads, heads, key_size, size = config.delta_heads
+        joined = 2 * key_heads * key_size + heads * size
+        linears = {"attn_qkv": (joined, hidden), "attn_gate": (heads * size, hidden), "ssm_out": (hidden, heads * size)}
+        linears |= {"ssm_alpha": (heads, hidden), "ssm_beta": (heads, hidden)}
+        found |= {"ssm_conv1d.weight": (joined, config.conv_width), "ssm_norm.weight": (size,)}
+        found |= {"ssm_dt.bias": (heads,), "ssm_a": (heads,)}
+    elif config.layer_kind(layer) == "convolution":
         linears = {"shortconv.in_proj": (3 * hidden, hidden), "shortconv.out_proj": (hidden, hidden)}
         found["shortconv.conv.weight"] = hidden, config.conv_width
     else:
         queries, keys = config.query_size, config.kv_size
-        linears = {"attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
+        linears = {
+            "attn_q": ((1 + config.attention_gate) * queries, hidden),
+            "attn_k": (keys, hidden),
+            "attn_v": (keys, hidden),
+        }
         linears["attn_output"] = hidden, queries
         if config.qk_norm:
             found |= dict.fromkeys(("attn_q_norm.weight", "attn_k_norm.weight"), (config.head_dim,))
@@ -145,6 +159,10 @@ def _layer(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
             found["exp_probs_b.bias"] = stack
     gates = {f"ffn_{name}{ending}": (*stack, wide, hidden) for name in ("gate", "up")}
     gates[f"ffn_down{ending}"] = *stack, hidden, wide
+    if stack and mixture is not None and mixture.shared_size:
+        found["ffn_gate_inp_shexp.weight"] = (hidden,)
+        linears |= {f"ffn_{name}_shexp": (mixture.shared_size, hidden) for name in ("gate", "up")}
+        linears["ffn_down_shexp"] = hidden, mixture.shared_size
     if stack and mixture is not None and mixture.biases:
         found |= {f"{name}.bias": shape[:2] for name, shape in gates.items()} | {"ffn_gate_inp.bias": stack}
     return found | {f"{name}.weight": shape for name, shape in (linears | gates).items()}
@@ -177,6 +195,13 @@ def _metadata(config: DecoderConfig) -> dict[str, Any]:
         assert mixture is not None
         own |= {"shortconv.l_cache": config.conv_width, "leading_dense_block_count": len(mixture.dense_layers)}
         own["expert_gating_func"] = 2  # sigmoid
+    if config.family == "qwen3_5_moe_text":
+        assert mixture is not None
+        key_heads, heads, key_size, size = config.delta_heads
+        own |= {"ssm.conv_kernel": config.conv_width, "ssm.inner_size": heads * size, "ssm.state_size": key_size}
+        own |= {"ssm.time_step_rank": heads, "ssm.group_count": key_heads, "full_attention_interval": 4}
+        own |= {"rope.dimension_count": config.rotary_dim, "rope.dimension_sections": [*config.mrope_section, 0]}
+        own["expert_shared_feed_forward_length"] = mixture.shared_size
     vocabulary = MadeVocabulary(config.vocab_size)
     described = json.loads(vocabulary.tokenizer.definition)
     ids = described["model"]["vocab"] | {token["content"]: token["id"] for token in described["added_tokens"]}
