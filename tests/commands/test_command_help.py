@@ -166,7 +166,7 @@ def test_shells_complete_commands_options_and_their_values(
         "edgellm cache verify --mo": {"--model"},
         "edgellm serve --backend t": {"tensorrt"},
     }
-    if shell == "bash":  # all ask the same command, which takes a second
+    if shell == "bash":  # each asks the same command, which takes a second
         lines["edgellm cache "] = set(CACHE)
     if shell == "zsh":
         shown = typed_in_zsh(lines)

@@ -202,6 +202,7 @@ SAMPLED = (
     "serving/test_constrained_answers.py",
     "serving/test_logprobs.py",
     "serving/test_long_conversations.py::test_a_conversation_goes_on_for_ever",
+    "serving/test_nothing_later.py::test_nothing_is_made_after_opening",
     "serving/test_preempted_answers.py",
     "serving/test_preempted_images.py",
     "serving/test_preempted_rows.py",
