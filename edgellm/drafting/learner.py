@@ -80,7 +80,7 @@ GAIN = 1.2
 FIRST_SAVED, FIRST_CHANCE, _PACE, _FIND_PACE = 0.5, 0.5, 0.1, 0.05
 #: Where the host waits for the device for less than this share of a plain step, steps that it was asked for are late.
 #: What plain ones take in a row a `SAMPLE` tells, `LEAST` of which ended before it chose again; under rules there is
-#: one in each so many steps (tools/bench/results/2026-11-29-cpu-learner-small.md).
+#: one in each so many steps (tools/bench/results/2026-11-29-cpu-learner-small.md.xz).
 LEAST_BLOCKED, SAMPLE, LEAST, SAMPLED_EACH = 0.3, 6, 4, 96
 
 

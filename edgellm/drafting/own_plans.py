@@ -72,7 +72,7 @@ class Account:
     #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
     WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
     #: Of what was saved over so many tokens this share may be lost, and at most so many steps. Without it a head that
-    #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md).
+    #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md.xz).
     EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 10.0
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Account:
             self._best.popleft()
 
 
-# Settled with tools/bench/drafting_workloads.py: tools/bench/results/2026-11-29-cpu-learner-small.md.
+# Settled with tools/bench/drafting_workloads.py: tools/bench/results/2026-11-29-cpu-learner-small.md.xz.
 #: What is chosen anew must promise so many times the tokens a second of what is in use.
 SWITCHING_GAIN = 1.02
 #: The share of the steps since a plan was used that trying it may lose, and that of a round that a try risks at least.

@@ -43,14 +43,12 @@ class TensorRTOperations(Operations[Any]):
 
     Shapes are static. Weights become inputs under their own names. Every tensor's shape is known to TensorRT while the
     network grows, so the methods read it from there.
-    """
 
-    #: Whether an RMS norm is multiplied by its weight, and the activation of a gated MLP is computed, in float32, and
-    #: whether linear layers and attention's products are summed in float32. The shipped model's logits were 1.9
-    #: spacings of float16 from float32's (median) with float16 everywhere, 1.5 with the linear layers' sums in float32,
-    #: 1.2 with all that is True here and a residual stream in float32, which takes an H200 1.1 % longer for a chunk of
-    #: a prompt; attention's sums would take 5 % more.
-    wide_norm, wide_activation, wide_linear, wide_attention = True, True, True, False
+    An RMS norm is multiplied by its weight, a gated MLP's activation is computed and linear layers are summed in
+    float32; attention's products are not. The shipped model's logits were 1.9 spacings of float16 from float32's
+    (median) with float16 everywhere, 1.5 with the linear layers' sums in float32, 1.2 so, with a residual stream in
+    float32, which takes an H200 1.1 % longer for a chunk of a prompt; attention's sums would take 5 % more.
+    """
 
     pairs_apart = _lacking("rotary embeddings of neighbours")
     window_attention = _lacking("attention within a window of a ring")
@@ -81,7 +79,7 @@ class TensorRTOperations(Operations[Any]):
     def linear(self, x: Any, weight: Any, bias: Any | None = None) -> Any:
         operation, leading = self.trt.MatrixOperation, tuple(x.shape)[:-1]
         rows = self._reshape(x, (int(np.prod(leading)), x.shape[-1]))
-        product = self._product(rows, weight, operation.TRANSPOSE, self.wide_linear)
+        product = self._product(rows, weight, operation.TRANSPOSE, wide=True)
         if bias is not None:
             product = self.add(product, self._reshape(bias, (1, bias.shape[0])))
         return self._reshape(product, (*leading, weight.shape[0]))
@@ -98,11 +96,11 @@ class TensorRTOperations(Operations[Any]):
         batch, tokens, width = x.shape
         adapters, rank = scales.shape[1], a.shape[0]
         rows = self._reshape(x, (batch * tokens, width))
-        low = self._product(rows, a, operation.TRANSPOSE, self.wide_linear)
+        low = self._product(rows, a, operation.TRANSPOSE, wide=True)
         low = self._reshape(low, (batch, tokens, adapters, rank // adapters))
         low = self._elementwise(low, self._reshape(scales, (batch, 1, adapters, 1)), "PROD")
         low = self._reshape(low, (batch * tokens, rank))
-        added = self._product(low, b, operation.NONE, self.wide_linear)
+        added = self._product(low, b, operation.NONE, wide=True)
         return self.add(y, self._reshape(added, tuple(y.shape)))
 
     def rms_norm(self, x: Any, weight: Any | None, epsilon: float, offset: float = 0.0) -> Any:
@@ -112,12 +110,10 @@ class TensorRTOperations(Operations[Any]):
         if weight is None:
             return self._cast(normed, self.compute)
         weight = self._reshape(weight, self._last_axis(weight.shape[0], x))
-        if self.wide_norm or offset != 0.0:
-            weight = self.to_float32(weight)
-            if offset != 0.0:
-                weight = self._elementwise(weight, self._constant(offset, len(x.shape)), "SUM")
-            return self._cast(self._elementwise(normed, weight, "PROD"), self.compute)
-        return self._elementwise(self._cast(normed, self.compute), weight, "PROD")
+        weight = self.to_float32(weight)
+        if offset != 0.0:
+            weight = self._elementwise(weight, self._constant(offset, len(x.shape)), "SUM")
+        return self._cast(self._elementwise(normed, weight, "PROD"), self.compute)
 
     def layer_norm(self, x: Any, weight: Any, bias: Any, epsilon: float) -> Any:
         wide = self.to_float32(x)
@@ -234,7 +230,7 @@ class TensorRTOperations(Operations[Any]):
         kv_heads, seen = keys.shape[1], keys.shape[2]
         group = heads // kv_heads
         rows = self._reshape(query, (batch, kv_heads, group * tokens, size))
-        scores = self.to_float32(self._product(rows, keys, operation.TRANSPOSE, self.wide_attention))
+        scores = self.to_float32(self._product(rows, keys, operation.TRANSPOSE))
         if tokens > 1:
             scores = self._reshape(scores, (batch, kv_heads, group, tokens, seen))
         if mask is not None:
@@ -247,14 +243,13 @@ class TensorRTOperations(Operations[Any]):
         weights = self._cast(self._layer(softmax, "softmax"), self.compute)
         if tokens > 1:
             weights = self._reshape(weights, (batch, kv_heads, group * tokens, seen))
-        context = self._product(weights, values, operation.NONE, self.wide_attention)
+        context = self._product(weights, values, operation.NONE)
         return self._reshape(context, (batch, heads, tokens, size))
 
     def gated(self, gate_up: Any, kind: str) -> Any:
         half = gate_up.shape[-1] // 2
         gate, up = self.split(gate_up, (half, half), axis=len(gate_up.shape) - 1)
-        if self.wide_activation:
-            gate, up = self.to_float32(gate), self.to_float32(up)
+        gate, up = self.to_float32(gate), self.to_float32(up)
         return self.to_compute(self._elementwise(self.activation(gate, kind), up, "PROD"))
 
     def scale(self, x: Any, factor: float) -> Any:
@@ -277,7 +272,7 @@ class TensorRTOperations(Operations[Any]):
     def to_compute(self, x: Any) -> Any:
         return self._cast(x, self.compute)
 
-    def _product(self, a: Any, b: Any, b_operation: Any, wide: bool) -> Any:
+    def _product(self, a: Any, b: Any, b_operation: Any, wide: bool = False) -> Any:
         """a times b. TensorRT-RTX seems to sum float16 products in float16, unless casts around them, which it fuses,
         ask for float32."""
         kind = a.dtype
