@@ -13,7 +13,7 @@ from weakref import finalize
 
 import numpy as np
 
-from edgellm.drafting.report import DraftingReport
+from edgellm.drafting.learner import DraftingReport
 from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.engines.closing import Closing
 from edgellm.errors import EdgeLLMError, EngineError, require_kind
@@ -26,8 +26,7 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import handle_requests, with_others
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.sessions import Answer, Growing, Session
-from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET
-from edgellm.snapshots.state_cache import STATE_BUDGET
+from edgellm.snapshots.kept_on_host import PREEMPTION_BUDGET, STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.snapshots.system_prompt import CachedPrompt
 from edgellm.text.turns import OngoingConversation, Overflow
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
 
     from edgellm.drafting.config import DraftingConfig
     from edgellm.engines.directories.engine_directory import EngineDirectory
-    from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
+    from edgellm.tracing import Observer
     from edgellm.watching import Watch, WatchOptions
 
 

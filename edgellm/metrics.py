@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from edgellm.requests import Response
-from edgellm.snapshots.preempted_rows import KeptRows
+from edgellm.snapshots.kept_on_host import KeptRows
 
 #: Upper bounds of the histograms' buckets in seconds: 1, 2.5 and 5 in each decade from 0.5 ms on.
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)

@@ -20,7 +20,7 @@ from edgellm.decoding.runner import open_runner, read_adapters
 from edgellm.decoding.slot_table import HeldSlots
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.drafters import Drafters
-from edgellm.drafting.report import DraftingReport
+from edgellm.drafting.learner import DraftingReport
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.closing import Closing
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -33,15 +33,14 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.media.encoders import MediaEncoders
 from edgellm.media.opening import open_encoders, open_texts, vision_directory
 from edgellm.metrics import Metrics
-from edgellm.observing.observer import Observer
 from edgellm.prefilled import HiddenStates
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET, RowKeeper
+from edgellm.snapshots.kept_on_host import PREEMPTION_BUDGET, STATE_BUDGET, RowKeeper, StateKeeper
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.state_cache import STATE_BUDGET, StateKeeper
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt
+from edgellm.tracing import Observer
 
 logger = logging.getLogger("edgellm").getChild("runtime")
 
@@ -265,7 +264,7 @@ class OpenedModel(Closing):
         return not self.uncaptured_stages
 
     def observe(self, observer: Observer | None) -> None:
-        """Let an observer (`edgellm.tracing.Trace`, `edgellm.observing.observer.NvtxRanges`) take note of all steps.
+        """Let an observer (`edgellm.tracing.Trace`, `edgellm.tracing.NvtxRanges`) take note of all steps.
 
         It does so from the next request on, until another takes its place (None: nobody) or the model is closed.
         Rounds are then not one graph each, which costs some speed.

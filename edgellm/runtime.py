@@ -22,7 +22,6 @@ from edgellm.errors import EdgeLLMError, EngineError, is_whole, require
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.media.encoders import PreparedMedia
-from edgellm.observing.observer import ObservedRunner, ObservedSnapshots
 from edgellm.opened_model import OpenedModel
 from edgellm.prefilled import PrefilledStates
 from edgellm.requests import Request, Response, check_choices, request_list, require_request
@@ -33,6 +32,7 @@ from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.messages import media_of_prompt
 from edgellm.text.turns import OngoingConversation
+from edgellm.tracing import ObservedRunner, ObservedSnapshots
 
 
 class _Reader:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families.decoders import class_defaults
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, JSONObject, as_json, is_integer, is_number
 from edgellm.multimodal.image_layout import Normalization
 
@@ -18,63 +19,9 @@ PROCESSOR_FILE = "processor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
 _IMAGES = (PREPROCESSOR_FILE, None), (PROCESSOR_FILE, "image_processor")
 
-_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
-_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
-_HALF = [0.5, 0.5, 0.5]
-_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
-_CLIP = {
-    **{"do_resize": True, "do_rescale": True, "do_normalize": True, "do_center_crop": True, "do_pad": False},
-    **{"resample": _BICUBIC, "rescale_factor": 1 / 255},
-    "size": {"shortest_edge": 224},
-    "crop_size": {"height": 224, "width": 224},
-    "image_mean": _CLIP_MEAN,
-    "image_std": _CLIP_STD,
-}
-_SIGLIP = {
-    **{**_CLIP, "do_center_crop": False, "size": {"height": 224, "width": 224}},
-    **{"image_mean": _HALF, "image_std": _HALF},
-}
-_QWEN2_VL = {
-    **_CLIP,
-    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-    **{"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2},
-}
-_QWEN2_VL_VIDEO = {
-    **_QWEN2_VL,
-    "size": {"shortest_edge": 28 * 28 * 128, "longest_edge": 28 * 28 * 768},
-    **{"fps": 2, "min_frames": 4, "max_frames": 768},
-}
-_QWEN3_VL_VIDEO = {
-    **_QWEN2_VL_VIDEO,
-    "size": {"shortest_edge": 32 * 32 * 128, "longest_edge": 32 * 32 * 768},
-    **{"patch_size": 16, "image_mean": _HALF, "image_std": _HALF},
-}
-_PIXTRAL = {**_SIGLIP, "size": {"longest_edge": 1024}, "image_mean": _CLIP_MEAN, "image_std": _CLIP_STD}
-_IDEFICS3 = {
-    **_SIGLIP,
-    **{"resample": _LANCZOS, "do_image_splitting": True},
-    **{"size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}},
-}
-_LFM2_VL = {
-    **_SIGLIP,
-    **{"resample": _BILINEAR, "do_image_splitting": True, "use_thumbnail": True, "max_pixels_tolerance": 2.0},
-    **{"downsample_factor": 2, "encoder_patch_size": 16, "tile_size": 512, "min_tiles": 2, "max_tiles": 10},
-    **{"min_image_tokens": 64, "max_image_tokens": 256},
-}
-_GOT_OCR2 = {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12}
-_GEMMA3 = {
-    **{**_SIGLIP, "resample": _BILINEAR, "do_pan_and_scan": False, "pan_and_scan_min_crop_size": 256},
-    **{"pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2},
-}
-_GEMMA4 = {**_SIGLIP, "do_normalize": False, "patch_size": 16, "max_soft_tokens": 280, "pooling_kernel_size": 3}
-_MINICPMV4_6 = {
-    **{**_SIGLIP, "max_slice_nums": 9, "scale_resolution": 448, "patch_size": 14},
-    **{"slice_mode": True, "downsample_mode": "16x", "use_image_id": True},
-}
-
 
 class ProcessorKind(NamedTuple):
-    """How the published processors of a kind cut an image, and what they do where the file does not say (`defaults`).
+    """How the published processors of a kind cut an image, by the name of their class.
 
     It is of any size, in whole tokens (`keeps_shape`), or one square of the encoder's size, with colour around it where
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
@@ -84,7 +31,7 @@ class ProcessorKind(NamedTuple):
     of them, from 0 to 1. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
     """
 
-    defaults: Mapping[str, Any]
+    name: str
     keeps_shape: bool = False
     pads_to_square: bool = False
     tokens_key: str = ""
@@ -95,29 +42,28 @@ class ProcessorKind(NamedTuple):
     bounds_all: bool = False
 
 
+_KINDS = (
+    ProcessorKind("Qwen2VLImageProcessor", keeps_shape=True),
+    ProcessorKind("PixtralImageProcessor", keeps_shape=True, longest_edge=True),
+    ProcessorKind("CLIPImageProcessor"),
+    ProcessorKind("LlavaImageProcessor", pads_to_square=True),
+    ProcessorKind("SiglipImageProcessor"),
+    ProcessorKind("Gemma3ImageProcessor", tokens_key="image_seq_length"),
+    ProcessorKind("Idefics3ImageProcessor", cut="smolvlm"),
+    ProcessorKind("Lfm2VlImageProcessor", cut="lfm2_vl", channels_last=True),
+    ProcessorKind("GotOcr2ImageProcessor", cut="internvl"),
+    ProcessorKind("MiniCPMV4_6ImageProcessor", cut="minicpmv4_6"),
+    ProcessorKind("Gemma4ImageProcessor", cut="gemma4", channels_last=True, centred=True),
+)
 #: By their name without a suffix.
-PROCESSOR_KINDS = {
-    "Qwen2VLImageProcessor": ProcessorKind(_QWEN2_VL, keeps_shape=True),
-    "PixtralImageProcessor": ProcessorKind(_PIXTRAL, keeps_shape=True, longest_edge=True),
-    "CLIPImageProcessor": ProcessorKind(_CLIP),
-    "LlavaImageProcessor": ProcessorKind(_CLIP, pads_to_square=True),
-    "SiglipImageProcessor": ProcessorKind(_SIGLIP),
-    "Gemma3ImageProcessor": ProcessorKind(_GEMMA3, tokens_key="image_seq_length"),
-    "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="smolvlm"),
-    "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="lfm2_vl", channels_last=True),
-    "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="internvl"),
-    "MiniCPMV4_6ImageProcessor": ProcessorKind(_MINICPMV4_6, cut="minicpmv4_6"),
-    "Gemma4ImageProcessor": ProcessorKind(_GEMMA4, cut="gemma4", channels_last=True, centred=True),
-}
+PROCESSOR_KINDS = {kind.name: kind for kind in _KINDS}
 _SAME_KIND = {
     "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
     "CLIPFeatureExtractor": "CLIPImageProcessor",
     "SmolVLMImageProcessor": "Idefics3ImageProcessor",
 }
-VIDEO_KINDS = {
-    "Qwen2VLVideoProcessor": ProcessorKind(_QWEN2_VL_VIDEO),
-    "Qwen3VLVideoProcessor": ProcessorKind(_QWEN3_VL_VIDEO, bounds_all=True),
-}
+_VIDEO_KINDS = ProcessorKind("Qwen2VLVideoProcessor"), ProcessorKind("Qwen3VLVideoProcessor", bounds_all=True)
+VIDEO_KINDS = {kind.name: kind for kind in _VIDEO_KINDS}
 _RESAMPLING_FILTERS = range(6)  # Pillow's numbers
 
 
@@ -260,7 +206,7 @@ def read_video_config(directory: Path, default: str) -> ProcessorConfig:
 
 def _completed(path: Path, kind: ProcessorKind, values: Mapping[str, Any]) -> ProcessorConfig:
     given = {key: value for key, value in values.items() if value is not None}
-    config = ProcessorConfig(path, kind, {**kind.defaults, **given})
+    config = ProcessorConfig(path, kind, class_defaults(kind.name) | given)
     if not config.switch("do_resize"):
         config.unsupported("do_resize", "true: images come in every size")
     return config

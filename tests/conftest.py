@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edgellm.engines.backends.numpy_backend import one_blas_thread
+from edgellm.engines.building import plans
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
@@ -28,6 +30,7 @@ from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, token_table
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.user_paths import user_cache_directory
 
 #: What chooses cases, and further fixtures.
@@ -81,6 +84,18 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             (folder / "kernels").mkdir()
             shutil.copy(path, folder / "kernels")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plan_workers() -> Iterator[Callable[[], int]]:
+    """Without a GPU, plans are built in this process and each once: a process that builds takes a second to start, and
+    a plan as long. How many such processes there would be is what this gives."""
+    count = plans._worker_count
+    with pytest.MonkeyPatch.context() as patch:
+        if find_gpu() is None:
+            patch.setattr(plans, "_worker_count", lambda: 0)
+            patch.setattr(plans, "build_plan", lru_cache(32)(plans.build_plan))
+        yield count
 
 
 @pytest.fixture(autouse=True)

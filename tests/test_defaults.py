@@ -13,7 +13,7 @@ from command_line import Edgellm
 from synthetic_images import synthetic_image
 
 from edgellm import LLM, Request, RequestError, SamplingParams
-from edgellm.benchmark.inputs import BenchPrompt
+from edgellm.benchmark.comparing import BenchPrompt
 from edgellm.commands.bench import with_system_prompt
 from edgellm.defaults import ModelDefaults
 from edgellm.engines.building.builder import build_engine_directory

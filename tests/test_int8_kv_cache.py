@@ -43,7 +43,7 @@ def test_drafts_batches_and_adapters_change_no_answer() -> None:
     name = next(iter(EngineDirectory.read(SHIPPED_MODEL).adapters))
     requests = [
         Request(question, None, params, adapter=adapter)
-        for question in QUESTIONS[:2]
+        for question in QUESTIONS[:1]
         for params in (PARAMS, SAMPLED)
         for adapter in (None, name)
     ]

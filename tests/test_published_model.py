@@ -32,7 +32,7 @@ def gguf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_answers_are_those_of_transformers_in_float32(gguf: Path) -> None:
     """And one has the form of a schema."""
     with LLM(gguf, backend="numpy", build={"kv_capacity": 256}) as model:
-        for each in published_answers()["answers"][:2]:
+        for each in published_answers()["answers"][:1]:
             found = compared(model, each, "float32", 32)
             assert found.keys() == {"tokens", "agree"}, found
         question = "What is the capital of France? Answer in JSON."

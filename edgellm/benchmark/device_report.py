@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.benchmark.inputs import BenchConfiguration
+from edgellm.benchmark.comparing import BenchConfiguration, BenchRun
 from edgellm.benchmark.report import backend_of, report_lines
-from edgellm.benchmark.run import BenchRun
-from edgellm.device.boards import Board, board_of
-from edgellm.device.forecast import EDGE_MICROSECONDS, REACHED, engine_costs, seconds
+from edgellm.device.forecast import EDGE_MICROSECONDS, REACHED, Board, board_of, engine_costs, seconds
 from edgellm.device.sensors import sensor_facts, sensors_in_words
 from edgellm.engines.backends.device_layouts import gpu_layouts
 from edgellm.engines.directories.description import edgellm_version

@@ -15,8 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from edgellm import __version__
 from edgellm.commands.console import BROKEN_PIPE, explaining, show_logs
 from edgellm.commands.options import LogOptions
-from edgellm.commands.panels import PanelCommand, PanelGroup
-from edgellm.commands.table import option, takes_options
+from edgellm.commands.table import PanelCommand, PanelGroup, option, takes_options
 
 #: What the list of commands says of each, by the panel of the list that it stands in.
 PANELS = {

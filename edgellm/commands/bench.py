@@ -25,7 +25,7 @@ from edgellm.kernels.atomic_write import write_atomically
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from edgellm.benchmark.inputs import BenchPrompt
+    from edgellm.benchmark.comparing import BenchPrompt
     from edgellm.evaluation.inputs import Example
 
 MAX_TOKENS = 64
@@ -69,7 +69,7 @@ def bench(given: BenchOptions) -> None:
         with explained(f"--report {given.report} cannot be made", RequestError):
             given.report.mkdir(parents=True, exist_ok=True)
         require_writable(given.report / "report.md", "--report")
-    from edgellm.benchmark.inputs import default_prompts, load_prompts
+    from edgellm.benchmark.comparing import default_prompts, load_prompts
 
     prompts = default_prompts() if given.prompts is None else load_prompts(given.prompts)
     results = measure(settings, prompts, given.configurations, given.repeat, given.report is not None)
@@ -91,8 +91,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run all configurations and return what to report, as JSON values; `of_device` with a page's facts, too."""
     from edgellm.benchmark import device_report
-    from edgellm.benchmark.inputs import parse_configurations
-    from edgellm.benchmark.run import run_benchmark, summarize
+    from edgellm.benchmark.comparing import parse_configurations, run_benchmark, summarize
 
     limits = described_directory(settings).limits
     chosen = parse_configurations(configurations, limits, backend_name(settings), settings.drafting)
@@ -105,7 +104,8 @@ def measure(
             llm = opened.enter_context(open_model_with(settings, first))
         answered = with_system_prompt(prompts, settings.system)
         try:
-            result = run_benchmark(llm, plain, answered, chosen, params, repeat, _show_answers)
+            asked = llm, plain, answered, chosen, params, repeat
+            runs, reports = run_benchmark(*asked, lambda done, total: status_line.show(f"answer {done} of {total}"))
         finally:
             status_line.show("")
         results: dict[str, Any] = {
@@ -117,10 +117,10 @@ def measure(
             "sampling": asdict(params),
             "prompts": len(answered),
             "repeat": repeat,
-            "configurations": summarize(result, chosen),
+            "configurations": summarize(runs, reports, chosen),
         }
         if of_device:
-            results |= device_report.of_model(llm, settings.gpus, result.runs, chosen, results["configurations"])
+            results |= device_report.of_model(llm, settings.gpus, runs, chosen, results["configurations"])
     return results | ({"device": device_report.device_facts(results["backend"])} if of_device else {})
 
 
@@ -150,7 +150,3 @@ def write_result(path: Path, text: str, option: str) -> None:
     with explained(f"{option} {path} cannot be written", RequestError):
         write_atomically(path, text.encode())
     write_note(f"{path} written")
-
-
-def _show_answers(done: int, total: int) -> None:
-    status_line.show(f"answer {done} of {total}")

@@ -19,11 +19,11 @@ from edgellm.commands.descriptions import named_directories
 from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_yaml
 from edgellm.errors import RequestError, SnapshotError, did_you_mean
-from edgellm.kernels.user_paths import printable, user_path
+from edgellm.kernels.user_paths import printable, user_cache_directory, user_path
 from edgellm.snapshots.binding import NONE
 from edgellm.snapshots.file import read_snapshot
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.staging import SUFFIX, is_snapshot_path, snapshot_folder
+from edgellm.snapshots.staging import SUFFIX, is_snapshot_path
 from edgellm.snapshots.system_prompt import Tools, checked_template_inputs, prompt_label
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _another(name: str, cached: Any, what: str, given: Any, origin: str) -> Requ
 def chosen_folder(folder: Path | None) -> Path:
     """The folder that was asked for, else the one in the user's cache directory. Raises RequestError for a file."""
     if folder is None:
-        return snapshot_folder()
+        return user_cache_directory() / "snapshots"
     folder = user_path(folder)
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"--folder {folder} is a file: expected the folder that holds snapshots")

@@ -24,9 +24,9 @@ from edgellm.text.messages import require_tools_shown
 if TYPE_CHECKING:
     from edgellm.generation import Generation
     from edgellm.llm import LLM
-    from edgellm.observing.observer import Observer
     from edgellm.requests import Response
     from edgellm.sampling_params import SamplingParams
+    from edgellm.tracing import Observer
 
 
 class ObservingOptions(Options, panel="Logs and errors"):
@@ -64,8 +64,7 @@ def observing(asked: ObservingOptions) -> Iterator[Observer | None]:
     if asked.trace is None and not asked.nvtx:
         yield None
         return
-    from edgellm.observing.observer import NvtxRanges, Observers
-    from edgellm.tracing import Trace
+    from edgellm.tracing import NvtxRanges, Observers, Trace
 
     trace, path = Trace(), asked.trace
     if path is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -299,9 +300,7 @@ def _save(state: ChatState, argument: str, replaces_any: bool = False) -> None:
     state.say(f"Saved {saved} messages to {path}.")
 
 
-@_command("/save! FILE", "write it over any file", FILE)
-def _save_over(state: ChatState, argument: str) -> None:
-    _save(state, argument, replaces_any=True)
+_command("/save! FILE", "write it over any file", FILE)(partial(_save, replaces_any=True))
 
 
 @_command("/load FILE", "go on with a conversation from a file", FILE)

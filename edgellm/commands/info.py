@@ -42,8 +42,7 @@ from edgellm.kernels.kept import read_manifest
 from edgellm.kernels.ranks.launcher import MOST_RANKS
 from edgellm.multimodal.vision_runner import vision_memory
 from edgellm.opened_model import SHIPPED_MODEL
-from edgellm.snapshots.preempted_rows import KEPT_ROWS, PREEMPTION_BUDGET
-from edgellm.snapshots.state_cache import KEPT_STATES, STATE_BUDGET
+from edgellm.snapshots.kept_on_host import KEPT_ROWS, KEPT_STATES, PREEMPTION_BUDGET, STATE_BUDGET
 from edgellm.tool_calls.formats import checkpoint_format
 
 

@@ -114,11 +114,12 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
     RequestError where drafting is asked for and there is no draft model, or its engines cannot serve it."""
     if settings.drafting.get("draft") is False:
         return None
-    from edgellm.drafting.config import drafting_config, drafts_without_model
+    from edgellm.drafting.config import WITHOUT_MODEL, drafting_config
 
     directory = described_directory(settings)
     chosen = {key: value for key, value in settings.drafting.items() if key not in ("draft", "preset")}
-    if directory.draft is None and not drafts_without_model(chosen):
+    needs_model = chosen.get("kind") not in WITHOUT_MODEL and not chosen.get("suffix_decoding")
+    if directory.draft is None and needs_model:
         if settings.drafting.get("draft") is True:
             raise RequestError(
                 f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from edgellm.commands.console import FORMATS, LEVELS, choose_logs
-from edgellm.commands.table import Options, argument, option, options_of
+from edgellm.commands.table import OPTIONAL_KIND, Options, argument, option, options_of
 from edgellm.engines.errors import at_place
 from edgellm.engines.formats.small_files import PROMPT_BYTES, decoded, read_text
 from edgellm.engines.formats.strict_formats import parse_json, parsed_json
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "numpy", "tensorrt")
 EXECUTORS = ("auto", "tensorrt")
-#: The kinds of `DraftingConfig`, which takes longer to load than all else here.
-DRAFT_KINDS = ("tree", "chain", "choices", "suffix")
-OPTIONAL_KIND = f"[{'|'.join(DRAFT_KINDS)}]"
 #: What is taken of the host's memory for rows and states.
 _MIB: dict[str, Any] = {"least": 0, "most": 1 << 20, "expected": f"a whole number of MiB from 0 to {1 << 20}"}
 _Checked = TypeVar("_Checked")

@@ -169,7 +169,7 @@ async def _serve(
         queue_limit=given.queue_limit,
     )
     allowed = (given.allowed_host or (), given.allowed_origin or ())
-    guard = Guard.of(given.host, *allowed, keys, given.trusted_proxy or ())
+    guard = Guard(given.host, *allowed, keys, given.trusted_proxy or ())
     service = Service(llm, model, guard, given.max_body_mib * 2**20, template, given.keep_responses)
     notifier = Notifier()
 

@@ -12,12 +12,14 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from edgellm.commands.console import explaining
 from edgellm.engines.formats.small_files import decoded
@@ -192,3 +194,66 @@ def takes_options(function: Callable[[Any], None]) -> Callable[..., Any]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+#: The kinds of `DraftingConfig`, which takes longer to load than all else here.
+DRAFT_KINDS = ("tree", "chain", "choices", "suffix")
+OPTIONAL_KIND = f"[{'|'.join(DRAFT_KINDS)}]"
+
+
+class PanelCommand(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses as typer does, but `--draft` of `DraftingOptions` takes a kind alone, or stands alone."""
+        if any(parameter.metavar == OPTIONAL_KIND for parameter in self.params):
+            ends = args.index("--") if "--" in args else len(args)
+            for place in reversed(range(ends)):
+                if args[place] == "--draft" and (place + 1 >= ends or args[place + 1] not in DRAFT_KINDS):
+                    args = [*args[:place], "--draft=", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_panels(_option_rows(self, ctx), formatter)
+
+
+class PanelGroup(TyperGroup):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                panel = getattr(command, "rich_help_panel", None) or "Commands"
+                rows.append((panel, (name, command.get_short_help_str(limit=200))))
+        _write_panels([*rows, *_option_rows(self, ctx)], formatter)
+
+
+def _option_rows(command: Any, context: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(panel, (names, help)) of all arguments and options that are shown."""
+    for parameter in command.get_params(context):
+        if (record := parameter.get_help_record(context)) is not None:
+            default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            yield getattr(parameter, "rich_help_panel", None) or default, record
+
+
+def _write_panels(rows: Any, formatter: Any) -> None:
+    """Write rows by their panels, which stand in the order of their first rows."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for panel, row in rows:
+        panels.setdefault(panel, []).append(row)
+    try:
+        "╭─╮│╰╯".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+        framed = True
+        formatter.write_paragraph()
+    except (UnicodeEncodeError, LookupError):
+        framed = False
+    for title, records in panels.items():
+        if not framed:
+            with formatter.section(title):
+                formatter.write_dl(records)
+            continue
+        inside = type(formatter)(width=formatter.width - 4, max_width=100)
+        inside.write_dl(records)
+        width = formatter.width
+        formatter.write(f"╭─ {title} {'─' * (width - len(title) - 5)}╮\n")
+        for text in inside.getvalue().splitlines():
+            formatter.write(f"│ {text.ljust(width - 4)} │\n")
+        formatter.write(f"╰{'─' * (width - 2)}╯\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,16 +32,17 @@ from edgellm.text.messages import (
     media_of_messages,
     media_of_prompt,
     require_tools_shown,
-    warn_of_unread,
 )
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.text.turns import Dropped, OngoingConversation, stays, turn_sizes, turn_starts, turns_to_drop
+from edgellm.text.turns import Dropped, OngoingConversation, stays, turn_starts, turns_to_drop
 from edgellm.tool_calls.calling import ToolCalling
 
 if TYPE_CHECKING:
     from edgellm.media.encoders import MediaEncoders, PreparedMedia
 
+
+logger = logging.getLogger("edgellm.text")
 
 #: Of so many system prompts it is remembered where they end, and what such a conversation's tokens are.
 _MOST_SYSTEM_PROMPTS = 16
@@ -69,7 +71,7 @@ class Preparation:
         self, directory: EngineDirectory, tokenizer: Tokenizer, media: MediaEncoders, defaults: ModelDefaults
     ) -> None:
         self._directory, self._tokenizer, self._media, self._defaults = directory, tokenizer, media, defaults
-        self._capacity, self._warn_once = directory.limits.kv_capacity, cache(warn_of_unread)
+        self._capacity, self._warn_once = directory.limits.kv_capacity, cache(logger.warning)
         #: The tokens of system prompts by their JSON: few are asked with again and again.
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
         #: The tokens of conversations that show media: a camera's next frame is asked about alike.
@@ -82,11 +84,7 @@ class Preparation:
         self._rules = RuleMaker(tokenizer, vocab_size, ends)
 
     def sequence(
-        self,
-        request: Request,
-        runner: DecodingRunner,
-        conversation: OngoingConversation | None = None,
-        drafts: bool = False,
+        self, request: Request, runner: DecodingRunner, conversation: OngoingConversation | None, drafts: bool
     ) -> DecodingSequence:
         """A request, as the decoding loop takes it for this runner, which perhaps `drafts`. Where it goes on a
         conversation that drops its oldest turns, these are left out where the answer would find no room beside them
@@ -231,7 +229,7 @@ class Preparation:
             names, origin = self._tokenizer.template_variables(), self._tokenizer.template_origin
             require_tools_shown(tools, names, origin)
             for name in sorted(variables.keys() - names):
-                self._warn_once(name, origin)
+                self._warn_once("the chat template of %s never reads %s: setting it changes nothing", origin, name)
 
     def _fitted(self, request: Request, whole: _Prompt, max_tokens: int | None) -> tuple[_Prompt, Dropped]:
         """The prompt of messages, of which `whole` is that of all, without the turns that leave, and what these are.
@@ -253,8 +251,7 @@ class Preparation:
             encode = partial(self._chat_ids, replace(request, messages=list(compress(messages, kept))), None)
             return self._with_media(encode, list(chain.from_iterable(compress(shown, kept))))
 
-        sizes = turn_sizes(messages, starts, [sum(piece.tokens for piece in each) for each in shown])
-        turns = turns_to_drop(lambda turns: len(without(turns).token_ids), sizes, self._capacity, max_tokens)
+        turns = turns_to_drop(lambda turns: len(without(turns).token_ids), len(starts), self._capacity, max_tokens)
         return without(turns), Dropped(turns, stays(messages, starts[turns]).count(False))
 
     def _ready(self, encode: _Encode, shown: Callable[[], Sequence[MediaReference]]) -> _Prompt:

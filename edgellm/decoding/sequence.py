@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.drafting.acceptance import DraftingTally
-from edgellm.drafting.proposed import Said
+from edgellm.drafting.proposals import Said
 from edgellm.engines.runners.media import PromptMedia, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import TokenConstraint, fill_tree_masks
 from edgellm.errors import AdapterError, ConstraintError
 from edgellm.requests import Response, Timings, TokenLogprobs, Usage
-from edgellm.snapshots.preempted_rows import KeptRows
+from edgellm.snapshots.kept_on_host import KeptRows
 from edgellm.structure.answers import AnswerRules
 from edgellm.structure.description import Structure
 from edgellm.text.output import OutputText

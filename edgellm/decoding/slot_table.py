@@ -17,9 +17,8 @@ from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EngineError
 from edgellm.snapshots.contents import KVContents, choose_slot, common_beginning
-from edgellm.snapshots.preempted_rows import RowKeeper
+from edgellm.snapshots.kept_on_host import RowKeeper, StateKeeper
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.state_cache import StateKeeper
 
 if TYPE_CHECKING:
     from edgellm.media.encoders import PreparedMedia

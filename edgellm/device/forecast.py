@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from edgellm.device.boards import Board
+from edgellm.configs import installed
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.expert_steps import DownExperts, GateUpExperts, for_kernels
@@ -23,7 +23,41 @@ from edgellm.engines.model.states import WindowRows, state_bytes
 from edgellm.engines.model.steps import Attention, Stateful, Step
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.gpu import GPU
 from edgellm.kernels.quantization.row_runs import PackedLayout
+
+
+@dataclass(frozen=True)
+class Board:
+    """A board: its multiprocessors and their clock in GHz, the bandwidth of its memory in GB/s, its memory in GB, and
+    what kernels are compiled for; `source` says where NVIDIA published it."""
+
+    title: str
+    multiprocessors: int
+    ghz: float
+    gb_per_s: float
+    memory_gb: int
+    architecture: str
+    source: str
+
+    @property
+    def multiprocessor_ghz(self) -> float:
+        """Clocks of all multiprocessors together, 1e9 a second."""
+        return self.multiprocessors * self.ghz
+
+
+BOARDS = {name: Board(**values) for name, values in installed("boards").items()}
+
+
+def board_of(gpu: GPU) -> Board | None:
+    """The board that a GPU is of, by compute capability, multiprocessors and memory, of which the system keeps some."""
+    for board in BOARDS.values():
+        number = board.architecture.rpartition("_")[2]
+        is_kind = gpu.compute_capability == f"sm_{number}" and gpu.multiprocessors == board.multiprocessors
+        if is_kind and 0.7 < gpu.total_memory / 1e9 / board.memory_gb < 1.1:
+            return board
+    return None
+
 
 #: The largest share of a board's bandwidth that a published run reads: Qwen2.5-7B by MLC on an Orin Nano Super, 21.75
 #: tokens a second of 3.98 GB of weights, is 85 % of 102 GB/s.

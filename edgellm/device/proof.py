@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.device.boards import board_of
-from edgellm.device.forecast import multiply_adds
+from edgellm.device.forecast import board_of, multiply_adds
 from edgellm.device.sensors import sensor_facts, sensors_in_words
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory

@@ -250,11 +250,6 @@ def drafting_config(
     return config
 
 
-def drafts_without_model(chosen: Mapping[str, Any]) -> bool:
-    """Whether settings (fields of DraftingConfig) ask for drafts that need no draft model."""
-    return chosen.get("kind") in WITHOUT_MODEL or bool(chosen.get("suffix_decoding"))
-
-
 def checked_drafting(values: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
     """Drafting settings as they stand in a file or come from options; raises RequestError that names the wrong one.
 

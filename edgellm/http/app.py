@@ -26,7 +26,7 @@ from edgellm import __version__
 from edgellm.asynchronous import AsyncGeneration, AsyncLLM
 from edgellm.errors import EdgeLLMError, TemplateError
 from edgellm.generation import Generation, RequestState
-from edgellm.http import asgi, completions, messages, ollama, ollama_answers
+from edgellm.http import asgi, completions, messages, ollama
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
 from edgellm.http.catalogue import Catalogue
@@ -64,8 +64,8 @@ ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/responses": (response_request, ResponseWriter),
     MESSAGES: (messages.message_request, messages.MessageWriter),
     TRANSCRIPTIONS: (transcription, TranscriptionWriter),
-    "/api/chat": (ollama.chat, ollama_answers.ChatLineWriter),
-    "/api/generate": (ollama.generate, ollama_answers.GenerateWriter),
+    "/api/chat": (ollama.chat, ollama.ChatLineWriter),
+    "/api/generate": (ollama.generate, ollama.GenerateWriter),
 }
 #: Where a prompt's tokens are counted for Anthropic's clients, and for OpenAI's.
 COUNT_TOKENS, INPUT_TOKENS = f"{MESSAGES}/count_tokens", "/v1/responses/input_tokens"

@@ -1,11 +1,22 @@
-"""What a body would cost, found before it is parsed: its text beside images, and its values."""
+"""What a body would cost, found before it is parsed: its text beside images, and its values; and the bytes of images,
+videos and sounds that parts of its messages have, of base64 and data URLs alone.
+
+No request reads a file of this machine, and nothing is fetched. Errors name the part, and the field `param`.
+"""
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from typing import Any
 
-from edgellm.http.errors import HTTPError
+from PIL import Image
+
+from edgellm.errors import shown
+from edgellm.http.errors import HTTPError, http_error
+from edgellm.multimodal.image_input import readable_formats
+from edgellm.multimodal.sources import source_of_url
 
 #: Bytes of a body beside its images: so many, or so many for each token of the context, whichever is more.
 TEXT_BYTES, TOKEN_BYTES = 2 * 2**20, 16
@@ -20,6 +31,8 @@ _SOME_STRINGS = re.compile(rb'(?:[^"]*' + _STRING + rb"){1,1000}", re.DOTALL)
 #: ollama's API send neither).
 _DATA = re.compile(rb'"(?:data(?::|"\s*:\s*")|[A-Za-z0-9+/]{4096})')
 _WHOLE_NUMBERS = re.compile(rb"\[[\s\d,]{100,}\]")
+#: Fields with the bytes of images, videos and sounds, as text or as an object's.
+_MEDIA = ("image_url", "audio_url", "video_url", "url", "source", "input_audio", "data", "images")
 
 
 def check_body(body: bytes, most: int) -> None:
@@ -38,10 +51,8 @@ def check_body(body: bytes, most: int) -> None:
 
 def check_images(body: bytes, value: dict[str, Any], most: int) -> None:
     """Raise HTTPError for a body, parsed as `value`, of more than `most` bytes beside its images."""
-    if len(body) > most:
-        shown = [_image_bytes(value.get(name)) for name in ("messages", "input")]
-        if len(body) - sum(shown) - _listed_bytes([value]) - _listed_bytes(value.get("messages")) > most:
-            raise _too_large(most)
+    if len(body) > most and len(body) - _media_bytes(value) > most:
+        raise _too_large(most)
 
 
 def _without_data(body: bytes, most: int) -> bytes:
@@ -70,33 +81,78 @@ def _values(text: bytes) -> int:
     return sum(map(text.count, (b",", b"[", b"{"))) - text.count(b"[]") - text.count(b"{}")
 
 
-def _image_bytes(messages: Any) -> int:
-    """The bytes of the images, videos and sounds that messages show: their data URLs, or what a `source` has."""
-    size = 0
-    for message in _objects(messages):
-        parts = _objects(message.get("content"))
-        for part in [*parts, *(inner for each in parts for inner in _objects(each.get("content")))]:
-            url = part.get("image_url") or part.get("audio_url") or part.get("video_url")
-            for name in ("source", "input_audio"):
-                if isinstance(source := part.get(name), dict):
-                    data, url = source.get("data"), source.get("url")
-                    size += len(data) if isinstance(data, str) else 0
-            url = url.get("url") if isinstance(url, dict) else url
-            size += len(url) - len("data:") if isinstance(url, str) and url.startswith("data:") else 0
-    return size
-
-
-def _objects(values: Any) -> list[dict[str, Any]]:
-    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
-
-
-def _listed_bytes(objects: Any) -> int:
-    """The bytes of the images that objects have as a list of texts, `images`."""
-    found = (each.get("images") for each in _objects(objects))
-    images = (image for listed in found if isinstance(listed, list) for image in listed if isinstance(image, str))
-    return sum(map(len, images))
+def _media_bytes(value: Any, shows: bool = False, depth: int = 10) -> int:
+    """The bytes of the images, videos and sounds that the parts of messages, or a list `images`, show; of texts in
+    these all (`shows`)."""
+    if isinstance(value, str) or not depth:
+        return len(value) if shows and isinstance(value, str) else 0
+    if isinstance(value, list):
+        return sum(_media_bytes(each, shows, depth - 1) for each in value)
+    fields = value if isinstance(value, dict) else {}
+    parts = {key: each for key, each in fields.items() if key in _MEDIA or key in ("messages", "input", "content")}
+    return sum(_media_bytes(each, shows or key in _MEDIA, depth - 1) for key, each in parts.items())
 
 
 def _too_large(most: int) -> HTTPError:
     message = f"the body has more than {most:,} bytes beside its images, which are the most for this model's context"
     return HTTPError(413, message, code="body_too_large")
+
+
+def image_of_part(part: dict[str, Any], what: str, param: str, most_pixels: int) -> tuple[bytes, int, bool]:
+    """The bytes of an image, its pixels, and whether the part asks for a detail, which changes nothing. Raises
+    HTTPError, also for one of more than `most_pixels`, before it is decoded."""
+    source = part.get("image_url")
+    described = source if isinstance(source, dict) else {"url": source, "detail": part.get("detail")}
+    url = described.get("url")
+    others = sorted(set(part) - {"type", "image_url", "detail"} | set(described) - {"url", "detail"})
+    if others or not isinstance(url, str) or url[:5].lower() != "data:":
+        found = f"has {', '.join(others)}" if others else f"shows {shown(url)[:80]}"
+        expected = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+        message = f"{what} {found}: images are taken as data URLs alone, {expected}"
+        raise HTTPError(400, message, param=param, code="invalid_image")
+    data = _data(url, "image", param)
+    pixels = _pixels(data)
+    if pixels > most_pixels:
+        message = f"{what} has {pixels:,} pixels: at most {most_pixels:,} are taken (--max-image-pixels)"
+        raise HTTPError(400, message, param=param, code="image_too_large")
+    return data, pixels, described.get("detail") not in (None, "auto")
+
+
+#: By kind, what errors call a piece, and how a part has one.
+_FILES = {
+    "audio": ("sound", '{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}'),
+    "video": ("video", '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}'),
+}
+
+
+def file_of_part(part: dict[str, Any], kind: str, what: str, param: str) -> bytes:
+    """The bytes of the file of a sound or a video. Raises HTTPError."""
+    url, given = part.get(f"{kind}_url"), part.get(f"input_{kind}")
+    url = url.get("url") if isinstance(url, dict) else url
+    if isinstance(given, dict) and isinstance(given.get("data"), str):
+        url = f"data:{kind}/x;base64,{given['data']}"
+    if not isinstance(url, str) or url[:5].lower() != "data:" or set(part) - {"type", f"{kind}_url", f"input_{kind}"}:
+        noun, expected = _FILES[kind]
+        message = f"{what} is no {noun}: {noun}s are taken as base64 and data URLs alone, {expected}"
+        raise HTTPError(400, message, param=param, code=f"invalid_{kind}")
+    return _data(url, kind, param)
+
+
+def _data(url: str, kind: str, param: str) -> bytes:
+    try:
+        data = source_of_url(url, kind)
+    except Exception as error:
+        raise http_error(error, {"": param}) from error
+    assert isinstance(data, bytes)  # a data URL is never a path
+    return data
+
+
+def _pixels(data: bytes) -> int:
+    """How many pixels a file says that it has; 0 where it is no image that can be read, which the engine explains."""
+    try:
+        with Image.open(io.BytesIO(data), formats=readable_formats()) as image:
+            return image.width * image.height
+    except Image.DecompressionBombError:
+        return sys.maxsize
+    except Exception:  # whatever hostile bytes make a decoder raise
+        return 0

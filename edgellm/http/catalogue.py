@@ -9,11 +9,9 @@ from typing import Any
 
 from edgellm.engines.model.decoder import as_published, decoder_weights
 from edgellm.http.fields import ServedModel
-from edgellm.http.ollama import OPTIONS
-from edgellm.http.ollama_answers import written_time
+from edgellm.http.ollama import OPTIONS, written_time
 from edgellm.runtime import SpecDecodeRuntime
-from edgellm.structure.reasoning import reasoning_marks
-from edgellm.text.channels import harmony_ids
+from edgellm.structure.reasoning import harmony_ids, reasoning_marks
 
 #: When the model leaves the memory, which is never: clients of ollama write "Forever" where it is decades away.
 _NEVER = datetime(2200, 1, 1, tzinfo=timezone.utc)

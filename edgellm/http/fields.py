@@ -9,10 +9,9 @@ from typing import Any
 
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
-from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
+from edgellm.http.bodies import TEXT_BYTES, check_body, check_images, file_of_part, image_of_part
 from edgellm.http.errors import HTTPError, checked, http_error, unserved, wrong
 from edgellm.http.kept_responses import Items
-from edgellm.http.media_parts import file_of_part, image_of_part
 from edgellm.requests import Request, checked_priority
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.structure.description import Structure, structure_of_response_format

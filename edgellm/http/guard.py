@@ -6,8 +6,7 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 from urllib.parse import urlsplit
 
@@ -43,7 +42,6 @@ def is_loopback(host: str) -> bool:
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
-@dataclass(frozen=True)
 class Guard:
     """Refuses requests by their headers.
 
@@ -52,24 +50,16 @@ class Guard:
     its own). Requests that a page sends are answered where the page is from this server, or from one of `origins`.
     """
 
-    hosts: Collection[str] = LOCAL_NAMES
-    any_address: bool = False
-    origins: Collection[str] = ()
-    keys: Sequence[bytes] = field(default=(), repr=False)
-    #: Whose word about the address of a client is taken.
-    proxies: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network] = ()
-
-    @classmethod
-    def of(
-        cls,
-        host: str,
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
         names: Collection[str] = (),
         origins: Collection[str] = (),
         keys: Collection[str] = (),
         proxies: Collection[str] = (),
-    ) -> Guard:
-        """The guard of a server that listens on `host`, is known by further `names`, lets pages of `origins` ask, and
-        trusts `proxies`, which are addresses or networks. Raises RequestError for what is none."""
+    ) -> None:
+        """Of a server that listens on `host`, is known by further `names`, lets pages of `origins` ask, and trusts
+        `proxies`, addresses or networks, in what they say of a client's address. RequestError for what is none."""
         for name in names:
             if not _NAME.fullmatch(name) and _address(name) is None:  # no Host header would ever be it
                 raise RequestError(f"--allowed-host is {shown(name)}: expected a name alone, such as robot.local")
@@ -78,12 +68,12 @@ class Guard:
                 raise RequestError(
                     f"--allowed-origin is {shown(origin)}: expected scheme and host, such as https://robot.local:8443"
                 )
-        known = {*LOCAL_NAMES, host.lower(), *(name.lower() for name in names)}
-        if not is_loopback(host):
-            known.add(socket.gethostname().lower())
-        digests = [sha256(key.encode()).digest() for key in keys]
-        allowed = {each.lower().rstrip("/") for each in origins}
-        return cls(known, not is_loopback(host), allowed, digests, [_network(each) for each in proxies])
+        self.any_address = not is_loopback(host)
+        self.hosts = {*LOCAL_NAMES, host.lower(), *(name.lower() for name in names)}
+        self.hosts |= {socket.gethostname().lower()} if self.any_address else set()
+        self.keys = [sha256(key.encode()).digest() for key in keys]
+        self.origins = {each.lower().rstrip("/") for each in origins}
+        self.proxies = [_network(each) for each in proxies]
 
     def check(self, path: str, headers: Mapping[str, str]) -> None:
         """Raise HTTPError for a request that is not to be answered."""

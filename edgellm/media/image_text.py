@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain, repeat
 from typing import NamedTuple
 
+from edgellm.configs import installed
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.errors import EngineDirectoryError
@@ -25,8 +27,8 @@ class PartTexts(NamedTuple):
     before the tiles where it is `whole_first`. Where the tokens of a picture come in rows (Pixtral), each is a row of
     one tile, and so is each crop (Gemma 3); {begin} and {end} are the tokens around an image that config.json names."""
 
-    begin: str
-    end: str
+    begin: str = ""
+    end: str = ""
     tile: str = "{image}"
     row: str = ""
     whole: str = "{image}"
@@ -36,36 +38,14 @@ class PartTexts(NamedTuple):
     whole_first: bool = False
 
 
-_AROUND = "<fake_token_around_image>"
-_GLOBAL = _AROUND + "<global-img>{image}"
-#: By the family of the vision encoder.
-PART_TEXTS = {
-    "smolvlm": PartTexts(
-        "", _AROUND, _AROUND + "<row_{row}_col_{column}>{image}", row="\n", whole=f"\n{_GLOBAL}", alone=_GLOBAL
-    ),
-    "lfm2_vl": PartTexts(
-        "<|image_start|>", "<|image_end|>", "<|img_row_{row}_col_{column}|>{image}", whole="<|img_thumbnail|>{image}"
-    ),
-    "internvl": PartTexts("<img>", "</img>"),
-    "mistral3": PartTexts("", "[IMG_END]", between="[IMG_BREAK]"),
-    "gemma4": PartTexts("<|image>", "<image|>"),
-    # The text around all of them is written before there are tokens.
-    "gemma3": PartTexts(
-        *("", ""),
-        whole="{image}{end}\n\n and here are some crops to help you see better \n\n{begin}",
-        between="{end}\n\n \n\n{begin}",
-        whole_first=True,
-    ),
-    "minicpmv4_6": PartTexts(
-        *("", "", "<slice>{image}</slice>"),
-        **dict.fromkeys(("whole", "alone"), "<image>{image}</image>"),
-        between="\n",
-        number="<image_id>{number}</image_id>",
-        whole_first=True,
-    ),
-}
 _INTRODUCTION = "Here is the original image "
 _SPECIAL = re.compile(r"<[^<>{}]+>|\[[A-Z_]+\]")
+
+
+@cache
+def part_texts() -> dict[str, PartTexts]:
+    """Those of `configs/image_texts.yaml`, by the family of the vision encoder."""
+    return {family: PartTexts(**texts) for family, texts in installed("image_texts").items()}
 
 
 class TextOfParts:
@@ -73,7 +53,7 @@ class TextOfParts:
 
     def __init__(self, vision: VisionConfig, tokenizer: Tokenizer) -> None:
         """Raises EngineDirectoryError where the tokenizer lacks the token of an image, or those around one."""
-        self._texts, self._token = PART_TEXTS[vision.family], vision.image_token_id
+        self._texts, self._token = part_texts()[vision.family], vision.image_token_id
         ids = {"image": self._token, "begin": vision.vision_start_token_id, "end": vision.vision_end_token_id}
         self._named = {name: tokenizer.id_to_token(each) for name, each in ids.items() if each is not None}
         self._encode = tokenizer.encode

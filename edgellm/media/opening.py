@@ -11,7 +11,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import MediaKind
 from edgellm.errors import EngineDirectoryError
 from edgellm.media.encoders import LazyEncoder, MediaEncoder, MediaEncoders
-from edgellm.media.image_text import PART_TEXTS, TextOfParts, image_writer
+from edgellm.media.image_text import TextOfParts, image_writer, part_texts
 from edgellm.metrics import Metrics
 from edgellm.text.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ def open_encoders(
 
     if vision_engines is not None and vision_engines.vision is not None:
         vision = vision_engines.vision.config
-        texts = TextOfParts(vision, tokenizer) if vision.family in PART_TEXTS else None
+        texts = TextOfParts(vision, tokenizer) if vision.family in part_texts() else None
 
         def opened_images() -> MediaEncoder:
             from edgellm.media.vision import VisionEncoder

@@ -7,8 +7,8 @@ from itertools import count
 from typing import NamedTuple
 
 from edgellm.engines.runners.media import TokenIdentity, before_span
+from edgellm.snapshots.kept_on_host import StateKeeper
 from edgellm.snapshots.prefixes import reusable_rows
-from edgellm.snapshots.state_cache import StateKeeper
 from edgellm.text.turns import OngoingConversation
 
 #: Stands for whatever adapter the rows are bound to.

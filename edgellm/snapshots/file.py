@@ -1,10 +1,14 @@
-"""Snapshots on disk: written whole or not at all, read without trust."""
+"""Snapshots on disk: written whole or not at all, read without trust; and the folder in which `edgellm cache build`
+keeps them, within a budget, which several processes may share."""
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +20,8 @@ from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import value_and_place
 from edgellm.engines.model.states import is_recurrent, saved_dtype
 from edgellm.errors import RequestError, SnapshotError
-from edgellm.snapshots.binding import SnapshotBinding
+from edgellm.snapshots.binding import SnapshotBinding, binding_key
+from edgellm.snapshots.prefixes import token_key
 from edgellm.snapshots.snapshot import (
     BEGINNING,
     DIGEST,
@@ -32,7 +37,7 @@ from edgellm.snapshots.snapshot import (
     content_digest,
     content_findings,
 )
-from edgellm.snapshots.staging import StagedFile
+from edgellm.snapshots.staging import SUFFIX, StagedFile, delete_file, file_identity, last_used, remove_abandoned, touch
 from edgellm.snapshots.system_prompt import PromptRecord
 
 DAMAGED, NO_SNAPSHOT, UNREADABLE, NOT_FINITE = "damaged", "no snapshot", "unreadable", "not finite"
@@ -257,3 +262,69 @@ def _check_written(staged: Path, path: Path, snapshot: Snapshot, expected: bytes
             "memory",
             "not written",
         )
+
+
+logger = logging.getLogger("edgellm.snapshots")
+
+DISK_BUDGET = 8 << 30
+
+
+class SnapshotFolder:
+    """Files take up to `budget` bytes: what any process used least recently goes first. What cannot be used stays, is
+    not counted, and is warned of once, until it changes."""
+
+    def __init__(self, path: Path, budget: int = DISK_BUDGET) -> None:
+        self.path, self.budget = path, budget
+        self._refused: dict[Path, tuple[int, ...] | None] = {}
+        remove_abandoned(path)
+        self._files()
+
+    def path_of(self, snapshot: Snapshot) -> Path:
+        """The file that `save` writes."""
+        return self.path / f"{binding_key(snapshot.facts.binding, token_key(snapshot.token_ids))}{SUFFIX}"
+
+    def save(self, snapshot: Snapshot, replaced: Sequence[Path] = ()) -> tuple[Path, list[Path]]:
+        """Write a snapshot; its path, and those of files that were removed to make room. It is on the disk and read
+        back when this returns; only then the files that are `replaced` by it are deleted. Raises SnapshotError."""
+        path = self.path_of(snapshot)
+        if snapshot.nbytes > self.budget:
+            raise too_large(snapshot, "disk", self.budget)
+        write_snapshot(path, snapshot)
+        touch(path)
+        for old in replaced:
+            if old != path:
+                delete_file(old)
+        return path, self._make_room(path)
+
+    def _make_room(self, kept: Path) -> list[Path]:
+        """Delete files, the least recently used first, until the rest fits the budget; `kept` always stays."""
+        files, removed = self._files(kept), list[Path]()
+        size = sum(each.nbytes for each in files.values())
+        for path, snapshot in files.items():
+            if size > self.budget and path != kept:
+                logger.info("snapshot %r is deleted: the disk budget is used up", snapshot.facts.label)
+                removed.append(path)
+                size -= snapshot.nbytes
+                with suppress(SnapshotError):
+                    delete_file(path)
+        return removed
+
+    def _files(self, *first: Path) -> dict[Path, Snapshot]:
+        """What can be used: the `first` files, then the others, the least recently used first."""
+        found: dict[Path, Snapshot] = {}
+        known: dict[str, Path] = {}
+        others = set(self.path.glob(f"*{SUFFIX}")).difference(first)
+        for path in (*first, *sorted(others, key=last_used)):
+            identity = file_identity(path)
+            if self._refused.get(path, ()) == identity:
+                continue
+            try:
+                snapshot = read_snapshot(path)
+                same = known.setdefault(self.path_of(snapshot).name, path)
+                if same != path:
+                    raise SnapshotError(f"{path} holds the same snapshot as {same}: remove one", "duplicate")
+                found[path] = snapshot
+            except SnapshotError as error:
+                logger.warning("%s", error)
+                self._refused[path] = identity
+        return found

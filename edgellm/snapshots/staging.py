@@ -15,14 +15,8 @@ from pathlib import Path
 from edgellm.engines.errors import explained
 from edgellm.errors import SnapshotError
 from edgellm.kernels.atomic_write import sync_directory, unfinished_in, unfinished_sibling
-from edgellm.kernels.user_paths import user_cache_directory
 
 SUFFIX = ".safetensors"
-
-
-def snapshot_folder() -> Path:
-    """Where snapshots lie on disk unless another folder is named; it may not exist yet."""
-    return user_cache_directory() / "snapshots"
 
 
 def is_snapshot_path(name: str) -> bool:

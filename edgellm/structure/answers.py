@@ -18,8 +18,16 @@ from edgellm.engines.speculation.constraints import (
     mask_words,
 )
 from edgellm.errors import RequestError
-from edgellm.structure.reasoning import AfterReasoning, reasoning_marks, reasoning_state
-from edgellm.text.channels import CHANNEL, FINAL, MESSAGE, begins_message, harmony_ids
+from edgellm.structure.reasoning import (
+    CHANNEL,
+    FINAL,
+    MESSAGE,
+    AfterReasoning,
+    begins_message,
+    harmony_ids,
+    reasoning_marks,
+    reasoning_state,
+)
 from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

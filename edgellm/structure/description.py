@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from edgellm.errors import RequestError, require, shown
 from edgellm.structure.schema import enforced_schema
 from edgellm.structure.steps import check_path, folded
-from edgellm.structure.typed_values import class_schema, has_fields, typed_value
+from edgellm.structure.typed_values import TypeSchemas, has_fields, typed_value
 from edgellm.text.messages import check_encodable
 
 #: "spaced" is as `json.dumps` writes: ", " and ": "; "compact" has no whitespace, "free" any.
@@ -186,7 +186,8 @@ def schema_of(value: Any) -> Any:
     if callable(describe):
         return describe()
     if has_fields(value):
-        return class_schema(value)
+        schemas = TypeSchemas()
+        return {**schemas.of(value, value.__name__), "$defs": schemas.definitions}
     is_schema = isinstance(value, (Mapping, bool)) and not isinstance(value, type)
     expected = "a JSON schema (a dictionary), a dataclass, a TypedDict, or a class with model_json_schema()"
     require(is_schema, "json", value, expected)

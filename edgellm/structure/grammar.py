@@ -226,11 +226,7 @@ class GrammarVocabulary:
     """A model's tokens as grammars see them, and the grammars compiled for them. Any thread may use it."""
 
     def __init__(
-        self,
-        tokenizer: LLTokenizer,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        definition: Definition | None = None,
+        self, tokenizer: LLTokenizer, vocab_size: int, eos_token_ids: Sequence[int], definition: Definition | None
     ) -> None:
         """`vocab_size` is the width of the logits, `tokenizer` was made with it and the same ends of sequence by the
         `definition`; None is that of single bytes."""
@@ -368,7 +364,7 @@ class _Bytes:
 def byte_vocabulary() -> GrammarVocabulary:
     """The vocabulary of single bytes: texts are tried against grammars with it, without any model."""
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=[256])
-    return GrammarVocabulary(tokenizer, 257, (256,))
+    return GrammarVocabulary(tokenizer, 257, (256,), None)
 
 
 def matches(grammar: str, text: str) -> bool:

@@ -1,14 +1,38 @@
-"""Models that think before they answer: a grammar that begins where the reasoning ends."""
+"""Models that think before they answer, by marks around their reasoning or in channels (see
+`edgellm.tool_calls.harmony`), and rules that begin where the reasoning ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from edgellm.engines.speculation.constraints import TokenConstraint, packed_mask
 from edgellm.text.tokenizer import Tokenizer
+
+START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL = (
+    f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call")
+)
+CHANNEL_MARKS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL)
+#: Who writes an answer, and the channel of what is said.
+ROLE, FINAL = "assistant", "final"
+
+
+def harmony_ids(tokenizer: Tokenizer) -> dict[str, int] | None:
+    """The tokens of `CHANNEL_MARKS`; None for a model that has not all of them."""
+    found = {mark: tokenizer.token_to_id(mark) for mark in CHANNEL_MARKS}
+    ids = {mark: token for mark, token in found.items() if token is not None}
+    return ids if len(ids) == len(CHANNEL_MARKS) else None
+
+
+def begins_message(tokenizer: Tokenizer, ids: Mapping[str, int], prompt_ids: Sequence[int]) -> bool:
+    """Whether a prompt ends where the model writes the header of a message."""
+    last = next((place for place in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[place] in ids.values()), None)
+    if last is None or prompt_ids[last] != ids[START]:
+        return False
+    return tokenizer.decode(prompt_ids[last + 1 :]).strip() == ROLE
+
 
 #: How Gemma 4 begins its reasoning, and goes on behind that.
 _CHANNEL, _CHANNEL_NAME = "<|channel>", "thought"

@@ -19,13 +19,6 @@ def has_fields(value: Any) -> bool:
     return _fields(value) is not None
 
 
-def class_schema(cls: type) -> dict[str, Any]:
-    """The JSON schema of a dataclass or a TypedDict, whose fields `TypeSchemas.of` knows; those with defaults may be
-    left out. RequestError names the field that is something else."""
-    schemas = TypeSchemas()
-    return {**schemas.of(cls, cls.__name__), "$defs": schemas.definitions}
-
-
 def hints_of(described: type | Callable[..., Any], include_extras: bool = False) -> dict[str, Any]:
     """The type hints of a class's fields or of a function's parameters, by name; RequestError where one is unknown."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgellm.errors import RequestError, require_kind, shown
-
-logger = logging.getLogger("edgellm.text")
 
 #: The first of Unicode's two supplementary private use areas: no standard gives its characters a meaning.
 DISGUISES = range(0xF0000, 0xFFFFE)
@@ -257,11 +254,6 @@ def require_tools_shown(tools: Sequence[Mapping[str, Any]] | None, names: frozen
             "them: leave them out, describe them in the system prompt, or take a model or a template "
             "(--chat-template FILE) that knows tools"
         )
-
-
-def warn_of_unread(name: str, origin: str) -> None:
-    """Log that the chat template of `origin` never reads a variable."""
-    logger.warning("the chat template of %s never reads %s: setting it changes nothing", origin, name)
 
 
 def _checked_tool(tool: Any, place: str, copy: JSONCopy) -> dict[str, Any]:

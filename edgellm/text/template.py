@@ -74,11 +74,7 @@ class ChatTemplate:
         return None if origin is None and not named else cls(sources, str(origin or directory))
 
     def render(
-        self,
-        values: dict[str, Any],
-        special_tokens: dict[str, str] | None = None,
-        *,
-        add_generation_prompt: bool = True,
+        self, values: dict[str, Any], special_tokens: dict[str, str] | None = None, add_generation_prompt: bool = True
     ) -> str:
         """The text of `values["messages"]`; every failure is a `TemplateError` that says where and why. `values` may
         hold `tools`, `documents` and whatever else the template knows; `special_tokens` are `bos_token` and so on, as
@@ -198,10 +194,10 @@ class ChatTemplate:
 
 
 def _fitted_system(messages: list[dict[str, Any]], trials: TemplateTrials) -> list[dict[str, Any]]:
-    if any(message["role"] == "developer" for message in messages) and not trials.writes_developer:
+    if any(message["role"] == "developer" for message in messages) and not trials.writes("developer", 1):
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
-    if len(leading) < 2 or show_media(leading) or trials.writes_several_systems:
+    if len(leading) < 2 or show_media(leading) or trials.writes("system", 2):
         return messages
     texts = ("\n".join(shown_texts(message["content"])) for message in leading)
     return [{"role": leading[0]["role"], "content": "\n\n".join(filter(None, texts))}, *messages[len(leading) :]]

@@ -113,11 +113,6 @@ def compare(value: Any, names: Sequence[str], others: Sequence[Any]) -> Any:
     return result
 
 
-def take_slice(value: Any, start: Any, stop: Any, step: Any) -> Any:
-    """`value[start:stop:step]`."""
-    return current_budget.get().take(value[start:stop:step])
-
-
 def make_dictionary(pairs: Any = (), /, **values: Any) -> dict[Any, Any]:
     """A dictionary of pairs, or of a mapping, and of more values by name."""
     budget = current_budget.get()

@@ -49,7 +49,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "a < b": template_operations.compare,
     "a ~ b": lambda values: template_operations.concatenated(map(template_operations.printed, values)),
     "{a: b}": template_operations.make_dictionary,
-    "a[b:c]": template_operations.take_slice,
+    "a[b:c]": lambda value, *ends: current_budget.get().take(value[slice(*ends)]),
     "[a, b]": lambda value: current_budget.get().take(value),
     "for": lambda value: current_budget.get().take(value),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 Messages = list[dict[str, Any]]
@@ -49,7 +49,7 @@ class TemplateTrials:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._reads_parts: dict[str, bool] = {}
+        self.reads_parts, self.writes = cache(self._reads_parts), cache(self._writes)
 
     @cached_property
     def wants_parts(self) -> bool:
@@ -59,35 +59,22 @@ class TemplateTrials:
         )
         return _WORDS[0] not in as_text and _WORDS[0] in as_parts
 
-    @cached_property
-    def writes_developer(self) -> bool:
-        """Whether a developer's message at the beginning is written."""
-        return self._writes("developer", 1)
-
-    @cached_property
-    def writes_several_systems(self) -> bool:
-        """Whether two system messages at the beginning are both written."""
-        return self._writes("system", 2)
-
     def _writes(self, role: str, count: int) -> bool:
+        """Whether so many messages of a role at the beginning are all written."""
         contents = [[part] if self.wants_parts else part["text"] for part in _parts(count)]
         written = self._render([*({"role": role, "content": content} for content in contents), _QUESTION], False) or ""
         return all(word in written for word in _WORDS[:count])
 
-    def reads_parts(self, role: str) -> bool:
+    def _reads_parts(self, role: str) -> bool:
         """Whether a list of text parts as the content of a message of `role` is written as the text in it."""
-        if role not in self._reads_parts:
-            message: dict[str, Any] = {"role": role, "content": _parts(2)}
-            trials = {
-                "tool": [_with_content(messages, 2, message["content"]) for messages in _CALLS],
-                "assistant": [[_QUESTION, message, _QUESTION]],
-                "user": [[message]],
-            }.get(role, [[message, _QUESTION]])
-            texts = [self._render(trial, role == "tool") or "" for trial in trials]
-            self._reads_parts[role] = any(
-                all(word in text for word in _WORDS) and not any(word in text for word in _QUOTED) for text in texts
-            )
-        return self._reads_parts[role]
+        message: dict[str, Any] = {"role": role, "content": _parts(2)}
+        trials = {
+            "tool": [_with_content(messages, 2, message["content"]) for messages in _CALLS],
+            "assistant": [[_QUESTION, message, _QUESTION]],
+            "user": [[message]],
+        }.get(role, [[message, _QUESTION]])
+        texts = [self._render(trial, role == "tool") or "" for trial in trials]
+        return any(all(word in text for word in _WORDS) and not any(word in text for word in _QUOTED) for text in texts)
 
     @cached_property
     def calls(self) -> tuple[str | None, ...]:

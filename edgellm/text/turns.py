@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress
+from itertools import compress
 from typing import Any, Literal, NamedTuple, get_args
 
 from edgellm.errors import ContextError, require
-from edgellm.text.messages import SYSTEM_ROLES, shown_texts
+from edgellm.text.messages import SYSTEM_ROLES
 
 #: What a conversation does that outgrows the context: its oldest turns leave, or its next message raises ContextError.
 Overflow = Literal["drop_oldest", "error"]
 
-#: About as many characters of a message are its role and what the template puts around it.
-_FRAME = 20
-_CHARACTERS_OF_A_TOKEN = 4
 #: Of the tokens that are to stay: with so many the search for more of them ends.
 _NEAR = 0.85
-#: How often it is guessed by the turns' sizes; then the search halves what is left.
+#: How often it is guessed as if turns were alike; then the search halves what is left.
 _GUESSES = 4
 
 
@@ -71,22 +67,12 @@ def without_oldest(messages: Sequence[dict[str, Any]], count: int) -> list[dict[
     return list(compress(messages, stays(messages, place)))
 
 
-def turn_sizes(messages: Sequence[dict[str, Any]], starts: Sequence[int], image_tokens: Sequence[int]) -> list[float]:
-    """About how many tokens the turns have that begin at `starts`; each message has so many of images."""
-    texts = (shown_texts(message.get("content")) for message in messages)
-    characters = (_FRAME + sum(len(text or "") for text in each) for each in texts)
-    pairs = zip(characters, image_tokens, strict=True)
-    sizes = [tokens + count / _CHARACTERS_OF_A_TOKEN for count, tokens in pairs]
-    return [sum(sizes[start:end]) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
-
-
 def turns_to_drop(
-    prompt_tokens: Callable[[int], int], sizes: Sequence[float], context_length: int, max_tokens: int | None = None
+    prompt_tokens: Callable[[int], int], turns: int, context_length: int, max_tokens: int | None = None
 ) -> int:
-    """How many of the oldest turns leave before the last one, which stays, is answered.
+    """How many of the oldest of so many `turns` leave before the last one, which stays, is answered.
 
-    `prompt_tokens(n)` are the tokens of the prompt without the n oldest turns, which takes a rendering to say; `sizes`
-    are about how many each turn has, for it to be asked few times.
+    `prompt_tokens(n)` are the tokens of the prompt without the n oldest turns, which takes a rendering to say.
 
     None leave where room is left for an answer: for `max_tokens`; for a quarter of the context where there is no such
     limit, or so much room cannot be made; where that cannot be made either, for half of what the system prompt and the
@@ -100,7 +86,6 @@ def turns_to_drop(
     room = quarter if max_tokens is None or max_tokens >= context_length else max_tokens
     if prompt_tokens(0) <= context_length - room:
         return 0
-    turns = len(sizes)
     least = prompt_tokens(turns - 1)
     if least >= context_length:
         raise ContextError(
@@ -115,17 +100,12 @@ def turns_to_drop(
     if prompt_tokens(0) <= limit:
         return 0
     goal = max(min(context_length // 2, limit * 2 // 3), (least + limit) // 2)
-    return _fewest(prompt_tokens, sizes, goal)
-
-
-def _fewest(prompt_tokens: Callable[[int], int], sizes: Sequence[float], goal: int) -> int:
-    """The fewest turns, or a few more, without which a prompt has up to `goal` tokens: some, and fewer than all."""
-    low, high, guesses = 0, len(sizes) - 1, 0
+    # The fewest, or a few more, without which a prompt has as many as that: some, and fewer than all.
+    low, high, guesses = 0, turns - 1, 0
     while high - low > 1 and prompt_tokens(high) < _NEAR * goal:
-        leaving = list(accumulate(sizes[low:high]))
         before, after = prompt_tokens(low), prompt_tokens(high)
         share = (before - (1 + _NEAR) / 2 * goal) / max(1, before - after)
-        place = low + 1 + bisect_left(leaving, share * leaving[-1])
+        place = low + round(share * (high - low))
         middle = (low + high) // 2 if guesses >= _GUESSES else min(max(place, low + 1), high - 1)
         guesses += 1
         if prompt_tokens(middle) <= goal:

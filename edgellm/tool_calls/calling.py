@@ -12,8 +12,7 @@ from edgellm.engines.formats.strict_formats import parsed_json
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import RequestError
 from edgellm.structure.description import Structure
-from edgellm.structure.reasoning import reasoning_marks, reasoning_state
-from edgellm.text.channels import begins_message, harmony_ids
+from edgellm.structure.reasoning import begins_message, harmony_ids, reasoning_marks, reasoning_state
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import HARMONY, ToolFormat, taught_format, tool_format
 from edgellm.tool_calls.harmony import HarmonyReader, harmony_constraint

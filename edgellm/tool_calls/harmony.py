@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import shown
+from edgellm.structure.reasoning import CALL, CHANNEL, CHANNEL_MARKS, CONSTRAIN, END, MESSAGE, ROLE, START
 from edgellm.structure.steps import Steps
-from edgellm.text.channels import CALL, CHANNEL, CONSTRAIN, END, MARKS, MESSAGE, ROLE, START
 from edgellm.tool_calls.arguments import json_rule, literal
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.reader import ReadCalls
@@ -112,7 +112,7 @@ class HarmonyReader(ReadCalls):
 def _certain(text: str) -> int:
     """How many characters of a text are not the beginning of a mark."""
     start = text.rfind("<")
-    return start if start >= 0 and any(mark.startswith(text[start:]) for mark in MARKS) else len(text)
+    return start if start >= 0 and any(mark.startswith(text[start:]) for mark in CHANNEL_MARKS) else len(text)
 
 
 def harmony_constraint(choice: ToolChoice, vocabulary: GrammarVocabulary, ids: Mapping[str, int]) -> TokenConstraint:

@@ -14,10 +14,9 @@ from edgellm.errors import ConstraintError
 from edgellm.structure.description import Structure
 from edgellm.structure.reasoning import LateRules
 from edgellm.structure.steps import Steps
-from edgellm.tool_calls.arguments import argument_rules, json_rule, literal
+from edgellm.tool_calls.arguments import KeyedRules, argument_rules, json_rule, literal
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import ToolFormat
-from edgellm.tool_calls.keyed import KeyedRules
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary

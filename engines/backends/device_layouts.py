@@ -21,8 +21,6 @@ from edgellm.kernels.quantization.row_runs import DenseRows, PackedLayout, RunsL
 
 #: By model ("base", "draft"), of those with packed weights, their layouts on the device by name.
 PackedLayouts = Mapping[str, Mapping[str, PackedLayout]]
-#: Tensors beside a packed weight that say in which order its inputs are taken, or how they are scaled.
-_INPUT_TENSORS = "g_idx", "weight_g_idx", "pre_quant_scale"
 _REFUSED = (
     "the GPU's kernels do not take the packed weights of the {}. The NumPy backend runs them (--backend numpy); for a "
     "GPU take another release of the model, or quantize the unquantized one: edgellm quantize CHECKPOINT TARGET"
@@ -100,7 +98,7 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
                 layer += f" (edgellm build --dtype {format.dtype})"
             raise EngineError(f"{checkpoint.path}: {_REFUSED.format(layer)}")
         runs, columns = list[Any](), spec.shape[1]
-        inputs = [_inputs(checkpoint, name, format) for format, (name, _) in zip(formats, spec.parts, strict=True)]
+        inputs = [_inputs(checkpoint, *part, format) for format, part in zip(formats, spec.parts, strict=True)]
         for (own, _), of_run in groupby(zip(formats, inputs, spec.parts, strict=True), key=lambda each: each[:2]):
             rows = sum(shape[0] for *_, (_, shape) in of_run)
             if own is None:
@@ -133,13 +131,13 @@ def part_formats(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> list[W
     return found if together and spec.shape[0] > 1 else [None] * len(found)
 
 
-def _inputs(checkpoint: Checkpoint, name: str, format: WeightFormat | None) -> list[bytes]:
-    """What a part's tensors say of the order of its inputs and of their scales, which are read where its format has
-    either."""
-    if format is None or not (format.permuted or format.scaled):
-        return []
-    named = (name.removesuffix("weight") + ending for ending in _INPUT_TENSORS)
-    return [checkpoint.raw_bytes(each).tobytes() if each in checkpoint.tensors else b"" for each in named]
+def _inputs(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], format: WeightFormat | None) -> bytes:
+    """What a part says of the order of its inputs or of their scales, which is read where its format has either."""
+    layout = checkpoint.layout(name, shape)
+    if layout is None or format is None or not (format.permuted or format.scaled):
+        return b""
+    tensor = name.removesuffix("weight") + layout.input_tensor
+    return checkpoint.raw_bytes(tensor).tobytes() if tensor in checkpoint.tensors else b""
 
 
 def _head_layout(config: DecoderConfig, dtype: str) -> dict[str, DeviceLayout]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.backends.device_layouts import gpu_layouts, packed_memory
-from edgellm.engines.backends.executors import SHARED_MEMORY, planned_shapes
+from edgellm.engines.backends.executors import SHARED_MEMORY, planned_shapes, shared_limit_of
 from edgellm.engines.backends.plan_files import Platform, network_digest, write_plan
 from edgellm.engines.building import checks
 from edgellm.engines.building.draft_weights import with_packed_draft
@@ -141,10 +141,10 @@ def build_engine_directory(
                 raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
             platforms, note = (), f"No plans are built: {refusal}."
         limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
-        shaped = inputs.models, limits, dtype
-        wanted = any(planned_shapes(*shaped, each, asked.all_plans, packed) for each in SHARED_MEMORY)
-        if not platforms and refusal is None and not wanted:
-            note = ""  # kernels run every step, on each GPU that they are for
+        if note and refusal is None and not platforms:
+            shaped, unlike = (inputs.models, limits, dtype), {shared_limit_of(each): each for each in SHARED_MEMORY}
+            if not any(planned_shapes(*shaped, each, asked.all_plans, packed) for each in unlike.values()):
+                note = ""  # kernels run every step, on each GPU that they are for
         report = _begun(target, inputs, dtype, limits, asked.weights, note)
         plans = choose_plans(report, inputs.models, platforms, asked.all_plans, packed)
         copied = inputs.head_bytes + (inputs.weight_bytes if asked.weights == "copy" else 0)

@@ -2,17 +2,15 @@
 
 A pickle is a program. This machine runs only the instructions that `torch.save` writes for dictionaries of tensors,
 never imports what a pickle names, and calls nothing: a tensor becomes a `TensorView`, the description of a place in a
-storage. The instructions are those of the standard library's `pickletools`.
+storage. The standard library's `pickletools` takes the instructions apart.
 """
 
 from __future__ import annotations
 
 import math
 import pickletools
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from edgellm.engines.errors import CheckpointError
@@ -44,61 +42,37 @@ def read_pickle(data: bytes, described: str) -> tuple[Any, int]:
     The value consists of dict (keys str and int), list, tuple, str, int, float, bool, None and `TensorView`; it may
     contain itself. Raises CheckpointError, which begins with `described`.
     """
-    machine = _Machine(data, described)
-    return machine.run(), machine.position
+    return _Machine(described).run(data)
 
 
 class _Machine:
-    def __init__(self, data: bytes, described: str) -> None:
-        self._data, self.position = data, 0
+    def __init__(self, described: str) -> None:
         self._described = described
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._storages: dict[str, Storage] = {}
 
-    def run(self) -> Any:
-        for _ in range(MOST_INSTRUCTIONS):
-            code = self._take(1)
-            if code == b".":
-                return self._pop()
-            if code not in _INSTRUCTIONS:
-                raise self._refused_instruction(code)
-            _INSTRUCTIONS[code](self)
-        raise self._error(f"its pickle has more than {MOST_INSTRUCTIONS:,} instructions, more than weights need")
+    def run(self, data: bytes) -> tuple[Any, int]:
+        try:
+            for number, (instruction, argument, position) in enumerate(pickletools.genops(data)):
+                if number >= MOST_INSTRUCTIONS:
+                    raise self._error(
+                        f"its pickle has more than {MOST_INSTRUCTIONS:,} instructions, more than weights need"
+                    )
+                if instruction.name == "STOP":
+                    return self._pop(), (position or 0) + 1
+                if instruction.name not in _INSTRUCTIONS:
+                    raise self._error(
+                        f"its pickle has the instruction {instruction.name}, which files of tensors do not need. A "
+                        "pickle can run code: take the model from another source, as safetensors where there are any"
+                    )
+                _INSTRUCTIONS[instruction.name](self, argument)
+        except ValueError as error:  # of what is no instruction, has no argument, or is text that is not UTF-8
+            raise self._error(f"its pickle is damaged or truncated: {error}") from None
+        raise AssertionError("instructions end with STOP")
 
     def _error(self, cause: str) -> CheckpointError:
         return CheckpointError(f"{self._described}: {cause}. Nothing of it was run or converted")
-
-    def _refused_instruction(self, code: bytes) -> CheckpointError:
-        name = next((opcode.name for opcode in pickletools.opcodes if opcode.code == code.decode("latin-1")), None)
-        if name is None:
-            return self._error(f"byte {code[0]} at {self.position - 1:,} is no instruction of a pickle: it is damaged")
-        return self._error(
-            f"its pickle has the instruction {name}, which files of tensors do not need. A pickle can run code: "
-            "take the model from another source, as safetensors where there are any"
-        )
-
-    def _take(self, count: int) -> bytes:
-        begin = self.position
-        if count > len(self._data) - begin:
-            raise self._error(f"its pickle is truncated at byte {begin:,}")
-        self.position = begin + count
-        return self._data[begin : self.position]
-
-    def _number(self, layout: str) -> Any:
-        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
-
-    def _line(self) -> str:
-        for length in range(256):  # names of modules and classes
-            if self._take(1) == b"\n":
-                return self._decoded(self._data[self.position - 1 - length : self.position - 1])
-        raise self._error("its pickle names a global of more than 255 characters")
-
-    def _decoded(self, data: bytes) -> str:
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise self._error(f"its pickle has text that is not UTF-8 ({error.reason})") from None
 
     def _push(self, value: Any) -> None:
         self._stack.append(value)
@@ -132,20 +106,14 @@ class _Machine:
             raise self._error(f"its pickle refers to value {index}, which it did not store: it is damaged")
         self._push(self._memo[index])
 
-    def tuple_of(self, count: int) -> None:
-        self._push(tuple(self._pops(count)))
+    def text(self, text: str) -> None:
+        text.encode()  # halves of surrogate pairs are none
+        self._push(text)
 
-    def number(self, layout: str) -> None:
-        self._push(self._number(layout))
-
-    def text(self, layout: str) -> None:
-        self._push(self._decoded(self._take(self._number(layout))))
-
-    def long(self) -> None:
-        length = self._number("<B")
-        if length > _LARGEST_LONG:
+    def long(self, number: int) -> None:
+        if (length := -(-number.bit_length() // 8)) > _LARGEST_LONG:
             raise self._error(f"its pickle has a number of {length} bytes")
-        self._push(int.from_bytes(self._take(length), "little", signed=True))
+        self._push(number)
 
     def append(self, values: list[Any]) -> None:
         target = self._top()
@@ -235,36 +203,35 @@ class _Machine:
         return TensorView(storage, offset, shape, strides)
 
 
-_CONSTANTS = {b"(": _MARK, b")": (), b"N": None, b"\x88": True, b"\x89": False}
-_NUMBERS = {b"J": "<i", b"K": "<B", b"M": "<H", b"G": ">d"}
-#: By the layout of their lengths; U and T are text of Python 2.
-_TEXTS = {b"U": "<B", b"T": "<I", b"X": "<I", b"\x8c": "<B", b"\x8d": "<Q"}
-_TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
-_INSTRUCTIONS: dict[bytes, Callable[[_Machine], Any]] = {
-    **{code: partial(_Machine._push, value=value) for code, value in _CONSTANTS.items()},
-    **{code: partial(_Machine.number, layout=layout) for code, layout in _NUMBERS.items()},
-    **{code: partial(_Machine.text, layout=layout) for code, layout in _TEXTS.items()},
-    **{code: partial(_Machine.tuple_of, count=count) for code, count in _TUPLES.items()},
-    b"\x80": lambda machine: machine._take(1),  # PROTO
-    b"\x95": lambda machine: machine._take(8),  # FRAME
-    b"}": lambda machine: machine._push({}),
-    b"]": lambda machine: machine._push([]),
-    b"\x8a": _Machine.long,
-    b"t": lambda machine: machine._push(tuple(machine._pop_to_mark())),
-    b"a": lambda machine: machine.append([machine._pop()]),
-    b"e": lambda machine: machine.append(machine._pop_to_mark()),
-    b"s": lambda machine: machine.set_items(machine._pops(2)),
-    b"u": lambda machine: machine.set_items(machine._pop_to_mark()),
-    b"q": lambda machine: machine.put(machine._number("<B")),
-    b"r": lambda machine: machine.put(machine._number("<I")),
-    b"\x94": lambda machine: machine.put(len(machine._memo)),  # MEMOIZE
-    b"h": lambda machine: machine.get(machine._number("<B")),
-    b"j": lambda machine: machine.get(machine._number("<I")),
-    b"c": lambda machine: machine.name(machine._line(), machine._line()),
-    b"\x93": lambda machine: machine.name(*machine._pops(2)),
-    b"R": _Machine.reduce,
-    b"b": _Machine.build,
-    b"Q": _Machine.persistent,
+#: By `pickletools`' names; each gets its argument. STRINGs are text of Python 2.
+_INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, argument: None),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), _Machine._push),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"), _Machine.text),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    "MARK": lambda machine, argument: machine._push(_MARK),
+    "NONE": lambda machine, argument: machine._push(None),
+    "NEWTRUE": lambda machine, argument: machine._push(True),
+    "NEWFALSE": lambda machine, argument: machine._push(False),
+    "LONG1": _Machine.long,
+    "EMPTY_DICT": lambda machine, argument: machine._push({}),
+    "EMPTY_LIST": lambda machine, argument: machine._push([]),
+    "EMPTY_TUPLE": lambda machine, argument: machine._push(()),
+    "TUPLE1": lambda machine, argument: machine._push(tuple(machine._pops(1))),
+    "TUPLE2": lambda machine, argument: machine._push(tuple(machine._pops(2))),
+    "TUPLE3": lambda machine, argument: machine._push(tuple(machine._pops(3))),
+    "TUPLE": lambda machine, argument: machine._push(tuple(machine._pop_to_mark())),
+    "APPEND": lambda machine, argument: machine.append([machine._pop()]),
+    "APPENDS": lambda machine, argument: machine.append(machine._pop_to_mark()),
+    "SETITEM": lambda machine, argument: machine.set_items(machine._pops(2)),
+    "SETITEMS": lambda machine, argument: machine.set_items(machine._pop_to_mark()),
+    "MEMOIZE": lambda machine, argument: machine.put(len(machine._memo)),
+    "GLOBAL": lambda machine, argument: machine.name(*argument.split(" ", 1)),
+    "STACK_GLOBAL": lambda machine, argument: machine.name(*machine._pops(2)),
+    "REDUCE": lambda machine, argument: machine.reduce(),
+    "BUILD": lambda machine, argument: machine.build(),
+    "BINPERSID": lambda machine, argument: machine.persistent(),
 }
 
 

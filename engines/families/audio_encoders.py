@@ -12,7 +12,7 @@ mean of two of Qwen2-Audio's, which do not see the silence (Chu et al. 2024).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.decoders import class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
 from edgellm.engines.families.gemma4_audio import conformer_inputs, conformer_program, read_gemma4_audio
 from edgellm.engines.families.realtime_audio import read_realtime, realtime_inputs, realtime_program
@@ -38,12 +38,6 @@ from edgellm.kernels.arrays import ITEM_SIZES
 #: What the file calls the sizes that all have; Voxtral's does so otherwise.
 _SIZES = ("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "d_model")
 _VOXTRAL_SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
-#: What Whisper's encoders and Qwen3-ASR's have where the file does not say.
-_WHISPER_DEFAULTS, _ASR_DEFAULTS = (32, 20, 5120, 1280), (24, 16, 4096, 1024)
-_DEFAULTS = {
-    **{"num_mel_bins": 128, "n_window": 50, "n_window_infer": 800, "output_dim": 3584, "downsample_hidden_size": 480},
-    "max_source_positions": 1500,
-}
 #: The families with Whisper's, and the width of their language models where the file does not say.
 _WHISPER = {"voxtral": 3072, "qwen2_audio": 4096}
 #: Inputs that name the even and the odd rows of Qwen2-Audio's.
@@ -65,24 +59,18 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
     Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields and tensors that are
     missing, wrong or unknown; either lists all of them.
     """
-    config = audio_config(checkpoint.config, checkpoint.tensors)
+    names, family = checkpoint.tensors, str(checkpoint.config.get("model_type"))
+    read = {"gemma4": read_gemma4_audio, "voxtral_realtime": read_realtime}.get(family, _read_transformer)
+    parts = "audio_tower", "embed_audio" if family == "gemma4" else "multi_modal_projector"
+    tower, projector = (first_prefix((f"model.{part}.", f"{part}."), names) for part in parts)
+    fields = ConfigFields(checkpoint.config, None, family)
+    config = read(fields, (tower, projector))
+    fields.raise_problems()
     unread = _IMAGES if config.family == "gemma4" else ()
     problems = checkpoint.problems(audio_weights(config), encoders=True, unread=unread)
     if problems:
         found = f"the weights of the encoder of speech do not fit config.json: {counted(problems)}"
         raise CheckpointError(f"{checkpoint.path}: {found}\nTake config.json and weights of one and the same model")
-    return config
-
-
-def audio_config(config_json: dict[str, Any], names: Iterable[str] = ()) -> AudioConfig:
-    """The encoder that a `config.json` describes, for tensors of these `names`. Raises as `read_audio` does."""
-    family = str(config_json.get("model_type"))
-    read = {"gemma4": read_gemma4_audio, "voxtral_realtime": read_realtime}.get(family, _read_transformer)
-    parts = "audio_tower", "embed_audio" if family == "gemma4" else "multi_modal_projector"
-    tower, projector = (first_prefix((f"model.{part}.", f"{part}."), names) for part in parts)
-    fields = ConfigFields(config_json, None, family)
-    config = read(fields, (tower, projector))
-    fields.raise_problems()
     return config
 
 
@@ -97,9 +85,9 @@ def without_lost_ears(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderC
 def _read_transformer(top: ConfigFields, prefixes: tuple[str, str]) -> AudioConfig:
     raw, family = top.values.get("audio_config"), top.family
     sizes = _VOXTRAL_SIZES if family == "voxtral" else _SIZES
-    usual = _WHISPER_DEFAULTS if family in _WHISPER else _ASR_DEFAULTS
-    defaults = _DEFAULTS | dict(zip(sizes, usual, strict=True))
-    fields = ConfigFields(filled(raw if isinstance(raw, dict) else {}, defaults, is_part=True), None, "audio_config")
+    usual = class_defaults(f"{family if family in _WHISPER else 'qwen3_asr'}_encoder")
+    given = filled(raw if isinstance(raw, dict) else {}, usual, is_part=True)
+    fields = ConfigFields(given, None, "audio_config")
     if fields.values.get("scale_embedding"):
         fields.refuse("scale_embedding", True, "supported is false")
     fields.word("activation_function", {"gelu": "gelu", None: "gelu"})

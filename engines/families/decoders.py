@@ -7,8 +7,11 @@ defaults of the class that wrote it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from edgellm.engines.families.fields import ConfigFields, read_mrope, read_rope
@@ -21,21 +24,37 @@ class Family:
     """A family of models: its names in `config.json`, and how that becomes a `DecoderConfig`.
 
     `name` is its `model_type`, `architecture` the class in `architectures`. `read` notes problems in the fields that it
-    takes, and what it gives is of use where there are none. `defaults` are what its class takes for fields that a file
-    leaves out.
+    takes, and what it gives is of use where there are none. `like`: under which name defaults.json has what its class
+    takes for fields that a file leaves out; nothing: its own.
     """
 
     name: str
     architecture: str
     read: Callable[[ConfigFields], DecoderConfig]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    like: str = ""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What its class takes for fields that a file leaves out."""
+        return class_defaults(self.like or self.name) if self.like or self.name in _CLASSES else {}
 
 
-def family_of(
-    name: str, architecture: str, **defaults: Any
-) -> Callable[[Callable[[ConfigFields], DecoderConfig]], Family]:
+def family_of(name: str, architecture: str) -> Callable[[Callable[[ConfigFields], DecoderConfig]], Family]:
     """Makes of a function the `Family` that it reads."""
-    return lambda read: Family(name, architecture, read, defaults)
+    return lambda read: Family(name, architecture, read)
+
+
+#: What the classes of models, and of parts of them, take for fields that a file leaves out; each has what another one
+#: has that it is "like", unless it says otherwise.
+_CLASSES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defaults.json").read_text("utf-8"))
+
+
+@cache
+def class_defaults(name: str) -> dict[str, Any]:
+    """What the class of a model takes for fields that a file leaves out, by its `model_type`, or that of a part of one:
+    "qwen3_asr_text" is the language model inside "qwen3_asr"."""
+    own = _CLASSES[name]
+    return (class_defaults(own["like"]) if "like" in own else {}) | {key: own[key] for key in own if key != "like"}
 
 
 #: What the file of a language model writes down; that of a multimodal model may leave it out of its part.

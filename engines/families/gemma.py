@@ -26,24 +26,10 @@ def read_gemma(fields: ConfigFields, word: str | None, norm_offset: float = 1.0,
 
 
 #: The first files write "gelu" and mean its tanh form; `hidden_activation` of later ones says so.
-GEMMA = Family(
-    "gemma",
-    "GemmaForCausalLM",
-    partial(read_gemma, word="gelu"),
-    {"head_dim": 256, "hidden_act": _TANH_GELU, "tie_word_embeddings": True},
-)
+GEMMA = Family("gemma", "GemmaForCausalLM", partial(read_gemma, word="gelu"))
 
 
-@family_of(
-    "gemma2",
-    "Gemma2ForCausalLM",
-    head_dim=256,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    sliding_window=4096,
-    tie_word_embeddings=True,
-    hidden_act=_TANH_GELU,
-)
+@family_of("gemma2", "Gemma2ForCausalLM")
 def GEMMA2(fields: ConfigFields) -> DecoderConfig:
     """Every other layer attends to all, the first not among them, unless `layer_types` says otherwise. A cap of null is
     none."""
@@ -67,24 +53,7 @@ def _scale(fields: ConfigFields) -> float:
     return fields.positive("query_pre_attn_scalar", 256, largest=1e6) ** -0.5
 
 
-@family_of(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    vocab_size=262208,
-    hidden_size=2304,
-    intermediate_size=9216,
-    num_hidden_layers=26,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=256,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-6,
-    rope_theta=1000000.0,
-    sliding_window=4096,
-    tie_word_embeddings=True,
-    eos_token_id=1,
-    bos_token_id=2,
-)
+@family_of("gemma3_text", "Gemma3ForCausalLM")
 def GEMMA3(fields: ConfigFields) -> DecoderConfig:
     """Every `sliding_window_pattern`-th layer attends to all, unless `layer_types` says otherwise.
 

@@ -15,7 +15,7 @@ from edgellm.engines.families.decoders import (
     with_image_tokens,
 )
 from edgellm.engines.families.fields import ConfigFields, layer_count, windowed_but_every
-from edgellm.engines.families.gemma import GEMMA3, read_gemma
+from edgellm.engines.families.gemma import read_gemma
 from edgellm.engines.families.gemma4_audio import GEMMA4_AUDIO_TOKEN
 from edgellm.engines.families.gemma4_vision import GEMMA4_IMAGE_TOKEN, GEMMA4_TOKENS
 from edgellm.engines.families.mixtures import read_mixture
@@ -113,15 +113,9 @@ def _full_heads(fields: ConfigFields) -> tuple[int, int]:
     return own.size(_KV_HEADS), own.size("head_dim")
 
 
-_OWN = {"vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "hidden_act": "gelu_pytorch_tanh"}
-GEMMA4_TEXT = Family("gemma4_text", "Gemma4ForCausalLM", read_gemma4, {**GEMMA3.defaults, **_OWN})
+GEMMA4_TEXT = Family("gemma4_text", "Gemma4ForCausalLM", read_gemma4)
 #: 12B, whose images and audio come without encoders: the layers are those of 31B.
-GEMMA4_UNIFIED_TEXT = Family(
-    "gemma4_unified_text",
-    "Gemma4UnifiedForCausalLM",
-    read_gemma4,
-    {**GEMMA4_TEXT.defaults, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
-)
+GEMMA4_UNIFIED_TEXT = Family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", read_gemma4)
 
 
 @family_of("gemma4", "Gemma4ForConditionalGeneration")

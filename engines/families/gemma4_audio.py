@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.decoders import class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_fields import text_hidden_size
 from edgellm.engines.families.vision_parts import BoundedLayer, TowerWeights, bounded_qkv
@@ -31,12 +31,6 @@ from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Reshape,
 
 #: What stands for a sound's tokens, before and behind them, where the file does not say.
 GEMMA4_AUDIO_TOKEN, _BEGIN, _END = 258881, 256000, 258883
-_DEFAULTS = {
-    **{"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "hidden_act": "silu"},
-    **{"subsampling_conv_channels": [128, 32], "conv_kernel_size": 5, "residual_weight": 0.5, "rms_norm_eps": 1e-6},
-    **{"attention_chunk_size": 12, "attention_context_left": 13, "attention_context_right": 0},
-    **{"attention_logit_cap": 50.0, "use_clipped_linears": True, "gradient_clipping": 1e10, "output_proj_dims": 1536},
-}
 _EPSILON, _LONGEST_WAVE = 1e-6, 10000.0
 #: Frames of a row.
 _FRAMES = 4
@@ -47,7 +41,7 @@ def read_gemma4_audio(top: ConfigFields, prefixes: tuple[str, str]) -> Conformer
     """The encoder of a model of the fields `top`, in which is noted what is wrong; the `prefixes` begin the names of
     its tensors and of those that lead from it to the language model."""
     raw = top.values["audio_config"]
-    fields = ConfigFields(filled(raw, _DEFAULTS, is_part=True), None, "audio_config")
+    fields = ConfigFields(filled(raw, class_defaults("gemma4_encoder"), is_part=True), None, "audio_config")
     fields.wrong, fields.unsupported = top.wrong, top.unsupported
     channels, values = fields.values["subsampling_conv_channels"], fields.values
     if not (

@@ -3,7 +3,7 @@ linear layers whose inputs and outputs have bounds, and tokens that are means of
 
 from __future__ import annotations
 
-from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.decoders import class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_fields import Read, dimensions, rotated, text_hidden_size
 from edgellm.engines.families.vision_parts import (
@@ -24,22 +24,6 @@ from edgellm.engines.model.vision import VisionConfig
 GEMMA4_IMAGE_TOKEN, _BEGIN, _END = 258880, 255999, 258882
 #: How many tokens an image has at most where nothing says it.
 GEMMA4_TOKENS = 280
-#: What published configurations leave out.
-_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 64,
-    "num_channels": 3,
-    "patch_size": 16,
-    "pooling_kernel_size": 3,
-    "position_embedding_size": 10240,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 100.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
 
 
 def read_gemma4_vision(top: ConfigFields) -> Read:
@@ -47,7 +31,7 @@ def read_gemma4_vision(top: ConfigFields) -> Read:
     raw = top.values["vision_config"]
     if raw.get("model_type", "gemma4_vision") != "gemma4_vision":
         top.refuse("vision_config.model_type", raw["model_type"], "supported is gemma4_vision")
-    fields = ConfigFields(filled(raw, _DEFAULTS, is_part=True), None, top.family)
+    fields = ConfigFields(filled(raw, class_defaults("gemma4_vision"), is_part=True), None, top.family)
     values = dimensions(top, fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
     heads = values["num_heads"]
     for key, expected in {"head_dim": values["hidden_size"] // max(1, heads), "num_key_value_heads": heads}.items():

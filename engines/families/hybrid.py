@@ -9,7 +9,8 @@ without a rotary embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from edgellm.engines.families.decoders import (
@@ -27,8 +28,6 @@ from edgellm.engines.families.qwen import QWEN_MERGE_SIZE
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import CONV_WIDTHS, DecoderConfig
 
-LFM2_DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": True, "conv_L_cache": 3}
-
 
 def _conv_width(fields: ConfigFields, key: str) -> int:
     """How many tokens a short convolution reaches over; problems are noted in `fields`."""
@@ -38,14 +37,7 @@ def _conv_width(fields: ConfigFields, key: str) -> int:
     return width
 
 
-@family_of(
-    "lfm2",
-    "Lfm2ForCausalLM",
-    **LFM2_DEFAULTS,
-    block_multiple_of=256,
-    block_ffn_dim_multiplier=1.0,
-    block_auto_adjust_ff_dim=True,
-)
+@family_of("lfm2", "Lfm2ForCausalLM")
 def LFM2(fields: ConfigFields) -> DecoderConfig:
     """`block_ff_dim` of older files counts more than `intermediate_size`, their `full_attn_idxs` less than
     `layer_types`."""
@@ -100,24 +92,6 @@ def _inner_size(fields: ConfigFields) -> int:
 _QWEN_TYPES = {"linear_attention": "delta", "full_attention": "attention"}
 #: What the class of the whole model takes for the image token.
 _IMAGE_TOKEN = 248056
-#: What the class of the text model takes for what a file leaves out.
-QWEN3_5_DEFAULTS = {
-    "vocab_size": 248320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "head_dim": 256,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
 
 
 def read_qwen3_5_text(fields: ConfigFields, **own: Any) -> DecoderConfig:
@@ -141,14 +115,10 @@ def read_qwen3_5_text(fields: ConfigFields, **own: Any) -> DecoderConfig:
     )
 
 
-def read_qwen3_5(
-    fields: ConfigFields,
-    read: Callable[[ConfigFields], DecoderConfig] = read_qwen3_5_text,
-    defaults: Mapping[str, Any] = QWEN3_5_DEFAULTS,
-) -> DecoderConfig:
-    """The language model inside a whole checkpoint, by `read` and its `defaults`; without a `vision_config` its image
-    token is one like any other."""
-    config, vision = read(text_fields(fields, defaults)), fields.values.get("vision_config")
+def read_qwen3_5(fields: ConfigFields, text: Family) -> DecoderConfig:
+    """The language model inside a whole checkpoint, of the family `text`; without a `vision_config` its image token is
+    one like any other."""
+    config, vision = text.read(text_fields(fields, text.defaults)), fields.values.get("vision_config")
     if vision is None:
         return config
     if not isinstance(vision, dict):
@@ -170,8 +140,8 @@ def _delta_heads(fields: ConfigFields) -> tuple[int, int, int, int]:
     return keys, values, fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
 
 
-QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5_text, QWEN3_5_DEFAULTS)
-QWEN3_5 = Family("qwen3_5", "Qwen3_5ForConditionalGeneration", read_qwen3_5)
+QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5_text)
+QWEN3_5 = Family("qwen3_5", "Qwen3_5ForConditionalGeneration", partial(read_qwen3_5, text=QWEN3_5_TEXT))
 
 #: What checkpoints call layers that attend, and those of Mamba-2.
 MIXER_TYPES = {
@@ -225,10 +195,3 @@ def read_mamba(fields: ConfigFields, kinds: tuple[str, ...], size: int, names: S
 def _is_huge(number: Any = None, *others: Any) -> bool:
     """Whether an upper limit is beyond all step sizes: infinity, as files write it, or what they write for it."""
     return not others and (number == {"__float__": "Infinity"} or (isinstance(number, float) and number > 1e30))
-
-
-GRANITE4_DEFAULTS = {
-    **{"num_key_value_heads": None, "num_experts_per_tok": 2, "num_local_experts": 8, "shared_intermediate_size": 1024},
-    **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4},
-    **{"mamba_expand": 2, "mamba_conv_bias": True},
-}

@@ -26,69 +26,17 @@ def read_llama(fields: ConfigFields, **own: Any) -> DecoderConfig:
     return read_decoder(fields, **biases(fields), mlp_bias=fields.switch("mlp_bias"), **own)
 
 
-LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    read_llama,
-    {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-)
+LLAMA = Family("llama", "LlamaForCausalLM", read_llama)
 
 
 #: No biases; a `sliding_window`, where there is one, as in the first releases, is that of every layer.
 _read_mistral = partial(read_decoder, windowed=every_layer)
-MISTRAL = Family(
-    "mistral",
-    "MistralForCausalLM",
-    _read_mistral,
-    {
-        **LLAMA.defaults,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-)
+MISTRAL = Family("mistral", "MistralForCausalLM", _read_mistral)
 #: With YaRN, and queries that are scaled at positions beyond the trained context.
-MINISTRAL3 = Family(
-    "ministral3",
-    "Ministral3ForCausalLM",
-    _read_mistral,
-    {
-        **LLAMA.defaults,
-        "vocab_size": 131072,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 34,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1000000.0,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16384,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    },
-)
+MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", _read_mistral)
 
 
-@family_of("seed_oss", "SeedOssForCausalLM", attention_bias=True, head_dim=128)
+@family_of("seed_oss", "SeedOssForCausalLM")
 def SEED_OSS(fields: ConfigFields) -> DecoderConfig:
     """`attention_bias` is of query, key and value, `attention_out_bias` of the output."""
     output = fields.switch("attention_out_bias")
@@ -103,23 +51,10 @@ CWM = Family(
     "cwm",
     "CwmForCausalLM",
     lambda fields: read_decoder(fields, windowed=lambda layer: layer % 4 > 0, mlp_bias=fields.switch("mlp_bias")),
-    {
-        "head_dim": 128,
-        "sliding_window": 8192,
-        "rope_theta": 1000000.0,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 1000000.0,
-            "factor": 16.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
 )
 
 
-@family_of("phi3", "Phi3ForCausalLM", num_key_value_heads=None)
+@family_of("phi3", "Phi3ForCausalLM")
 def PHI3(fields: ConfigFields) -> DecoderConfig:
     """Fused projections, and a rotary embedding of a part of each head, which is LongRoPE's or without scaling: the
     first files call LongRoPE "su", or "yarn"."""
@@ -146,10 +81,10 @@ def read_granite(fields: ConfigFields, **own: Any) -> DecoderConfig:
     return read_llama(fields, **scales, logits_scale=1 / logits, **own)
 
 
-GRANITE = Family("granite", "GraniteForCausalLM", read_granite, {"num_key_value_heads": None})
+GRANITE = Family("granite", "GraniteForCausalLM", read_granite)
 
 
-@family_of("minicpm", "MiniCPMForCausalLM", tie_word_embeddings=True)
+@family_of("minicpm", "MiniCPMForCausalLM")
 def MINICPM(fields: ConfigFields) -> DecoderConfig:
     """MiniCPM 1, 2 and 4, whose class ships with the checkpoints: what layers add is multiplied by `scale_depth` over
     the square root of their number, logits by `dim_model_base` over the hidden size."""
@@ -162,14 +97,7 @@ def MINICPM(fields: ConfigFields) -> DecoderConfig:
     return replace(config, residual_scale=residual, logits_scale=logits)
 
 
-@family_of(
-    "smollm3",
-    "SmolLM3ForCausalLM",
-    no_rope_layer_interval=4,
-    rope_theta=2000000.0,
-    tie_word_embeddings=True,
-    use_sliding_window=False,
-)
+@family_of("smollm3", "SmolLM3ForCausalLM")
 def SMOLLM3(fields: ConfigFields) -> DecoderConfig:
     """Some layers have no rotary embedding: `no_rope_layers`, which may be longer than there are layers, holds 0 for
     each of them, else 1; without it they are the last of every so many layers."""
@@ -189,11 +117,10 @@ ERNIE4_5 = Family(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
     lambda fields: read_decoder(fields, **all_biases(fields), rotates_neighbours=True),
-    {"head_dim": 128, "rope_theta": 500000.0, "tie_word_embeddings": True},
 )
 
 
-@family_of("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", num_key_value_heads=None)
+@family_of("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
 def HUNYUAN(fields: ConfigFields) -> DecoderConfig:
     """Norms of query and key stand behind the rotary embedding, whose base is stretched by `alpha` once for all texts:
     what its files call dynamic (see `HunYuanDenseV1RotaryEmbedding` of transformers)."""
@@ -211,14 +138,7 @@ def HUNYUAN(fields: ConfigFields) -> DecoderConfig:
     return replace(config, rope_theta=stretched, rope_scaling=None)
 
 
-@family_of(
-    "starcoder2",
-    "Starcoder2ForCausalLM",
-    hidden_act="gelu_pytorch_tanh",
-    norm_epsilon=1e-5,
-    tie_word_embeddings=True,
-    use_bias=True,
-)
+@family_of("starcoder2", "Starcoder2ForCausalLM")
 def STARCODER2(fields: ConfigFields) -> DecoderConfig:
     """Layer norms, and an MLP without a gate. The window is that of every layer."""
     fields.values = fields.values | {"rms_norm_eps": fields.positive("norm_epsilon")}
@@ -235,10 +155,10 @@ def _read_olmo2(fields: ConfigFields, **own: Any) -> DecoderConfig:
     return read_decoder(fields, **biases(fields), **_BEHIND, joint_qk_norm=True, **own)
 
 
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, {"num_key_value_heads": None})
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2)
 
 
-@family_of("olmo3", "Olmo3ForCausalLM", num_key_value_heads=None, rope_theta=500000.0, sliding_window=4096)
+@family_of("olmo3", "Olmo3ForCausalLM")
 def OLMO3(fields: ConfigFields) -> DecoderConfig:
     """Windows in three of four layers, unless `layer_types` says otherwise; a scaling of the rotary embedding is that
     of the other layers alone."""
@@ -248,7 +168,7 @@ def OLMO3(fields: ConfigFields) -> DecoderConfig:
     return replace(config, local_rope_theta=theta if has_own else None)
 
 
-@family_of("exaone4", "Exaone4ForCausalLM", sliding_window=4096, sliding_window_pattern=4)
+@family_of("exaone4", "Exaone4ForCausalLM")
 def EXAONE4(fields: ConfigFields) -> DecoderConfig:
     """With a `sliding_window` (32B) layers that attend to all have no rotary embedding: every
     `sliding_window_pattern`-th, unless `layer_types` says otherwise. Without one (1.2B) all layers attend to all, and

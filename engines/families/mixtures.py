@@ -11,7 +11,7 @@ from edgellm.engines.families import hybrid
 from edgellm.engines.families.decoders import SILU, Family, biases, family_of, read_decoder
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
 from edgellm.engines.families.llama import read_granite
-from edgellm.engines.families.qwen import QWEN3_VL_DEFAULTS, read_qwen3_vl
+from edgellm.engines.families.qwen import read_qwen3_vl
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_EXPERTS, DecoderConfig, Mixture
 
@@ -57,12 +57,7 @@ def _read_qwen3_moe(
     return read_decoder(fields, mrope=mrope, windowed=every_layer, **biases(fields), qk_norm=True, mixture=mixture)
 
 
-QWEN3_MOE = Family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    _read_qwen3_moe,
-    {"use_sliding_window": False, "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
-)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe)
 
 
 def _read_qwen3_vl_moe_text(fields: ConfigFields, mrope: tuple[tuple[int, ...], bool]) -> DecoderConfig:
@@ -71,23 +66,11 @@ def _read_qwen3_vl_moe_text(fields: ConfigFields, mrope: tuple[tuple[int, ...], 
     return _read_qwen3_moe(fields, mrope, usual=60)
 
 
-_QWEN3_VL_MOE = {
-    **QWEN3_VL_DEFAULTS,
-    "decoder_sparse_step": 1,
-    "head_dim": None,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "moe_intermediate_size": 1408,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 16,
-}
-_read_qwen3_vl_moe = partial(read_qwen3_vl, read=_read_qwen3_vl_moe_text, defaults=_QWEN3_VL_MOE)
+_read_qwen3_vl_moe = partial(read_qwen3_vl, read=_read_qwen3_vl_moe_text, text="qwen3_vl_moe_text")
 QWEN3_VL_MOE = Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", _read_qwen3_vl_moe)
 
 
-@family_of("olmoe", "OlmoeForCausalLM", num_key_value_heads=None, num_experts_per_tok=8)
+@family_of("olmoe", "OlmoeForCausalLM")
 def OLMOE(fields: ConfigFields) -> DecoderConfig:
     """Norms of query and key over all heads together; shares are not normalized by default. `clip_qkv` is refused."""
     mixture = read_mixture(fields, "intermediate_size", 64, normalized=fields.switch("norm_topk_prob"))
@@ -100,11 +83,10 @@ GRANITE_MOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
     lambda fields: read_granite(fields, mixture=read_mixture(fields, "intermediate_size", 8), naming="granitemoe"),
-    {"num_key_value_heads": None, "num_experts_per_tok": 2},
 )
 
 
-@family_of("granitemoehybrid", "GraniteMoeHybridForCausalLM", **hybrid.GRANITE4_DEFAULTS)
+@family_of("granitemoehybrid", "GraniteMoeHybridForCausalLM")
 def GRANITE4(fields: ConfigFields) -> DecoderConfig:
     """With Granite 3's experts beside the MLP, which every token goes through whole, or without them."""
     if fields.values["num_local_experts"] == 0:
@@ -120,23 +102,7 @@ _NEMOTRON_OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "m
 _NEMOTRON_TYPES = {**hybrid.MIXER_TYPES, "mlp": "mlp", "moe": "mlp"}
 
 
-@family_of(
-    "nemotron_h",
-    "NemotronHForCausalLM",
-    num_key_value_heads=None,
-    intermediate_size=21504,
-    layer_norm_epsilon=1e-5,
-    mamba_head_dim=64,
-    mamba_num_heads=128,
-    n_groups=8,
-    ssm_state_size=128,
-    conv_kernel=4,
-    use_conv_bias=True,
-    mlp_hidden_act="relu2",
-    norm_topk_prob=True,
-    **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 7688),
-    num_experts_per_tok=2,
-)
+@family_of("nemotron_h", "NemotronHForCausalLM")
 def NEMOTRON_H(fields: ConfigFields) -> DecoderConfig:
     """Layers that are one part each: Mamba-2, attention without a rotary embedding, an MLP without a gate, or a mixture
     of such. Step sizes have the limits of `time_step_limit`, as published: transformers 5 takes `time_step_min` for the
@@ -195,16 +161,7 @@ def _nemotron_mixture(fields: ConfigFields, dense: tuple[int, ...]) -> Mixture:
     return read_mixture(fields, "moe_intermediate_size", 8, dense_layers=dense, **own)
 
 
-@family_of(
-    "lfm2_moe",
-    "Lfm2MoeForCausalLM",
-    **hybrid.LFM2_DEFAULTS,
-    moe_intermediate_size=1792,
-    norm_topk_prob=True,
-    num_dense_layers=2,
-    num_experts_per_tok=4,
-    use_expert_bias=True,
-)
+@family_of("lfm2_moe", "Lfm2MoeForCausalLM")
 def LFM2_MOE(fields: ConfigFields) -> DecoderConfig:
     """LFM2's layers, of which the first `num_dense_layers` have an MLP; scores are sigmoids, and with
     `use_expert_bias` a bias of each expert takes part in the choice alone."""
@@ -224,15 +181,7 @@ def LFM2_MOE(fields: ConfigFields) -> DecoderConfig:
     return hybrid.read_lfm2_layers(fields, ["full_attention"] * layers, mixture=mixture)
 
 
-@family_of(
-    "gpt_oss",
-    "GptOssForCausalLM",
-    attention_bias=True,
-    head_dim=64,
-    num_experts_per_tok=4,
-    rope_theta=150000.0,
-    sliding_window=128,
-)
+@family_of("gpt_oss", "GptOssForCausalLM")
 def GPT_OSS(fields: ConfigFields) -> DecoderConfig:
     """Attention with sinks and biases, within a window in every other layer, the first included; experts with biases
     and an activation of their own (`Mixture.limit`)."""
@@ -256,15 +205,6 @@ def _read_qwen3_5_moe_text(fields: ConfigFields) -> DecoderConfig:
     return hybrid.read_qwen3_5_text(fields, mixture=mixture)
 
 
-_QWEN3_5_MOE = {
-    **hybrid.QWEN3_5_DEFAULTS,
-    "hidden_size": 2048,
-    "moe_intermediate_size": 512,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "shared_expert_intermediate_size": 512,
-}
-QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _read_qwen3_5_moe_text, _QWEN3_5_MOE)
-_read_qwen3_5_moe = partial(hybrid.read_qwen3_5, read=_read_qwen3_5_moe_text, defaults=_QWEN3_5_MOE)
+QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _read_qwen3_5_moe_text)
+_read_qwen3_5_moe = partial(hybrid.read_qwen3_5, text=QWEN3_5_MOE_TEXT)
 QWEN3_5_MOE = Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _read_qwen3_5_moe)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgellm.engines.families import vision_fields, vision_parts
-from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.decoders import class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.model.config import LARGEST_MERGE
 from edgellm.engines.model.encoder_steps import EncoderAttention
@@ -16,16 +16,6 @@ from edgellm.engines.model.vision import VisionConfig
 
 #: What stands for an image's tokens where the file does not say.
 MISTRAL3_IMAGE_TOKEN = 10
-#: What published configurations leave out.
-_DEFAULTS = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_channels": 3,
-    "patch_size": 16,
-    "hidden_act": "gelu",
-}
 #: The norms of the tower have it fixed in their code.
 _EPSILON = 1e-5
 
@@ -34,7 +24,7 @@ def read_pixtral(top: ConfigFields) -> vision_fields.Read:
     """What is merged is normed with the language model's epsilon."""
     raw, text = top.values["vision_config"], top.values.get("text_config")
     text = text if isinstance(text, dict) else {}
-    fields = ConfigFields(filled(raw, _DEFAULTS, is_part=True), None, top.family)
+    fields = ConfigFields(filled(raw, class_defaults("pixtral"), is_part=True), None, top.family)
     if raw.get("model_type", "pixtral") != "pixtral":
         top.refuse("vision_config.model_type", raw["model_type"], "supported is pixtral")
     values = vision_fields.dimensions(

@@ -3,13 +3,13 @@ follow from hidden_size. Qwen2.5-VL and Qwen3-VL: their layers, at positions in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from edgellm.engines.families.decoders import (
     Family,
     biases,
+    class_defaults,
     family_of,
     read_decoder,
     text_fields,
@@ -39,17 +39,6 @@ QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     lambda fields: read_decoder(fields, windowed=_behind_full_layers(fields), attention_bias=True),
-    {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "use_sliding_window": False,
-    },
 )
 
 
@@ -59,37 +48,22 @@ def read_qwen3(fields: ConfigFields, mrope: tuple[tuple[int, ...], bool] = ((), 
     return read_decoder(fields, mrope=mrope, windowed=windowed, **biases(fields), qk_norm=True)
 
 
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3, {**QWEN2.defaults, "head_dim": 128})
-
-_QWEN2_5_VL_TEXT = {
-    **QWEN2.defaults,
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-}
-QWEN3_VL_DEFAULTS = {**QWEN3.defaults, "max_position_embeddings": 128000, "rope_theta": 500000.0}
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3)
 
 
 @family_of("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")
 def QWEN2_5_VL(fields: ConfigFields) -> DecoderConfig:
-    text = text_fields(fields, _QWEN2_5_VL_TEXT)
+    text = text_fields(fields, class_defaults("qwen2_5_vl_text"))
     config = read_decoder(text, mrope=((16, 24, 24), False), attention_bias=True)
     return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
 
 
 def read_qwen3_vl(
-    fields: ConfigFields,
-    read: Callable[..., DecoderConfig] = read_qwen3,
-    defaults: Mapping[str, Any] = QWEN3_VL_DEFAULTS,
+    fields: ConfigFields, read: Callable[..., DecoderConfig] = read_qwen3, text: str = "qwen3_vl_text"
 ) -> DecoderConfig:
     """Positions are interleaved; features of the images are added to the first layers' outputs. The language model is
-    read by `read`, with its `defaults`."""
-    config = read(text_fields(fields, defaults), mrope=((24, 20, 20), True))
+    read by `read`, with the defaults of `text`."""
+    config = read(text_fields(fields, class_defaults(text)), mrope=((24, 20, 20), True))
     taps = vision_fields(fields).get("deepstack_visual_indexes")
     if taps is not None and not isinstance(taps, list):
         fields.expect("vision_config: deepstack_visual_indexes", taps, "a list of layers")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.decoders import class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields, read_rope
 from edgellm.engines.families.vision_fields import text_hidden_size
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
@@ -22,12 +22,6 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Input, Normed, NormLinear, Reshape, Step
 
-#: What its encoder has where the file does not say.
-_DEFAULTS = {
-    **{"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 32},
-    **{"num_mel_bins": 128, "rms_norm_eps": 1e-5, "sliding_window": 750, "head_dim": 64},
-    "max_position_embeddings": 1500,
-}
 #: Frames of a row, rows of a token, and tokens of what is final together.
 _FRAMES, _ROWS, _TOKENS = 2, 4, 4
 #: Tokens of silence before a sound, and behind it beside those that it is heard later by (mistral-common's requests).
@@ -39,7 +33,8 @@ _POSITIONS = "rotary_cos_sin"
 def read_realtime(top: ConfigFields, prefixes: tuple[str, str]) -> RealtimeConfig:
     """The encoder of a `config.json`; problems of its values go to `top`."""
     raw = top.values.get("audio_config")
-    fields = ConfigFields(filled(raw if isinstance(raw, dict) else {}, _DEFAULTS, is_part=True), None, "audio_config")
+    given = filled(raw if isinstance(raw, dict) else {}, class_defaults("voxtral_realtime_encoder"), is_part=True)
+    fields = ConfigFields(given, None, "audio_config")
     fields.wrong, fields.unsupported = top.wrong, top.unsupported
     size = fields.size("head_dim", largest=_LARGEST_SIZE)
     theta, scaling = read_rope(fields, size, fields.size("max_position_embeddings"))

@@ -13,32 +13,12 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import gemma4_vision, pixtral, tiled_vision, vision_fields
-from edgellm.engines.families.decoders import SILU, filled
+from edgellm.engines.families.decoders import SILU, class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
 from edgellm.engines.model.config import LARGEST_MERGE
 from edgellm.engines.model.vision import VisionConfig
 
-#: What the families' published configurations leave out, by their names.
-_QWEN_DEFAULTS = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
-_QWEN2_5_DEFAULTS = {
-    **_QWEN_DEFAULTS,
-    "depth": 32,
-    "hidden_act": "silu",
-    "patch_size": 14,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
-_QWEN3_DEFAULTS = {
-    **_QWEN_DEFAULTS,
-    "depth": 27,
-    "hidden_size": 1152,
-    "hidden_act": "gelu_pytorch_tanh",
-    "intermediate_size": 4304,
-    "patch_size": 16,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
 #: What `model_type` Qwen3.5's encoder has as published, and as transformers writes it.
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
@@ -74,7 +54,7 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
 
 
 def _read_qwen2_5(top: ConfigFields) -> vision_fields.Read:
-    fields, values = _read_qwen(top, _QWEN2_5_DEFAULTS, SILU)
+    fields, values = _read_qwen(top, "qwen2_5_vl_vision", SILU)
     merge, patch, window = values["spatial_merge_size"], values["patch_size"], fields.size("window_size")
     if merge and patch and (window % patch or window // patch % merge or not window):
         expected = f"a multiple of patch_size {patch} times spatial_merge_size {merge}"
@@ -85,7 +65,7 @@ def _read_qwen2_5(top: ConfigFields) -> vision_fields.Read:
 
 
 def _read_qwen3(top: ConfigFields) -> vision_fields.Read:
-    fields, values = _read_qwen(top, _QWEN3_DEFAULTS, vision_fields.ACTIVATIONS)
+    fields, values = _read_qwen(top, "qwen3_vl_vision", vision_fields.ACTIVATIONS)
     return fields, values | {
         "family": "qwen3_vl",  # of mixtures, too
         "num_position_embeddings": fields.square("num_position_embeddings"),
@@ -106,13 +86,11 @@ def _read_qwen3_5(top: ConfigFields) -> vision_fields.Read:
     return fields, values | {"family": "qwen3_5"}  # that of its mixtures, too
 
 
-def _read_qwen(
-    top: ConfigFields, defaults: Mapping[str, Any], activations: Mapping[str | None, str]
-) -> vision_fields.Read:
+def _read_qwen(top: ConfigFields, part: str, activations: Mapping[str | None, str]) -> vision_fields.Read:
     """What Qwen's encoders have in common."""
     raw = dict(top.values["vision_config"])
     raw["in_channels"] = raw.get("in_channels", raw.get("in_chans"))  # the published files use the older name
-    fields = ConfigFields(filled(raw, defaults, is_part=True), None, top.family)
+    fields = ConfigFields(filled(raw, class_defaults(part), is_part=True), None, top.family)
     text = vision_fields.text_hidden_size(top)
     out_hidden_size = fields.size("out_hidden_size", text or None)
     if text and out_hidden_size and out_hidden_size != text:

@@ -4,36 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.engines.families.decoders import SILU, filled
+from edgellm.engines.families.decoders import SILU, class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.formats.strict_formats import is_integer, is_number
 from edgellm.engines.model.config import LARGEST_DEPTH
 from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, LARGEST_PATCH
 
-_TOWER_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "image_size": 224,
-}
-_SIGLIP = {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
-_IDEFICS3 = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
-_INTERN_VIT = {
-    **{"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-    **{"image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
-    **{"use_mean_pooling": True, "use_absolute_position_embeddings": True},
-}
-#: What the towers' classes take for what a file leaves out.
-TOWERS: dict[str, dict[str, Any]] = {
-    "clip_vision_model": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
-    "siglip_vision_model": _SIGLIP,
-    "siglip2_vision_model": {**_SIGLIP, "num_patches": 256},
-    **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), _IDEFICS3),
-    "internvl_vision": _INTERN_VIT,
-    "minicpmv4_6_vision": {**_SIGLIP, "insert_layer_id": 6},
-}
 ACTIVATIONS: dict[str | None, str] = {
     **SILU,
     **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"},
@@ -52,7 +28,7 @@ def read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> Rea
     if not isinstance(tower, str) or tower not in supported:
         top.refuse("vision_config.model_type", tower, f"supported are {', '.join(supported)}")
         tower = usual
-    fields = ConfigFields(filled(raw, _TOWER_DEFAULTS | TOWERS[tower], is_part=True), None, top.family)
+    fields = ConfigFields(filled(raw, class_defaults(tower), is_part=True), None, top.family)
     names = {"depth": "num_hidden_layers", "heads": "num_attention_heads", "channels": "num_channels"}
     sizes, image_size = dimensions(top, fields, **names), fields.size("image_size")
     patch = sizes["patch_size"]

@@ -3,13 +3,13 @@ SmolVLM, LFM2-VL, InternVL, MiniCPM-V, Qwen3-ASR, Voxtral, Voxtral Realtime, Qwe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from edgellm.engines.families.decoders import (
     Family,
+    class_defaults,
     family_of,
     inner_family,
     read_inner,
@@ -33,65 +33,13 @@ from edgellm.engines.families.vision_config import (
 from edgellm.engines.model.config import DecoderConfig
 
 _LLAVA_IMAGE_TOKEN = 32000
-#: Qwen3 inside has the sizes of the larger Qwen3-ASR where the file does not say.
-_ASR_SIZES = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 65536,
-}
-#: Llama inside has those of Voxtral Mini.
-_VOXTRAL_SIZES = {
-    "vocab_size": 131072,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000000.0,
-}
-#: Mistral inside has those of Voxtral Mini 4B Realtime.
-_REALTIME_SIZES = {
-    **{**_VOXTRAL_SIZES, "intermediate_size": 9216, "num_hidden_layers": 26, "rope_theta": 1000000.0},
-    **{"sliding_window": 8192, "hidden_act": "silu"},
-}
-#: Mistral inside has the sizes of Mistral Small 3.1, with no window, where the file does not say.
-_SMALL_SIZES = {
-    "vocab_size": 131072,
-    "hidden_size": 5120,
-    "intermediate_size": 32768,
-    "num_hidden_layers": 40,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000000.0,
-    "sliding_window": None,
-}
 
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads")
-_GEMMA_CLASS = {"num_attention_heads": 8, "max_position_embeddings": 8192, "bos_token_id": 2, "eos_token_id": 1}
-#: Gemma inside PaliGemma has what its class has where the file does not say.
-_PALIGEMMA_TEXT = {
-    name: {**_GEMMA_CLASS, "rms_norm_eps": 1e-6, **dict(zip(_SIZES, sizes, strict=True))}
-    for name, sizes in {"gemma": (257152, 2048, 16384, 18, 1), "gemma2": (256000, 2304, 9216, 26, 4)}.items()
-}
-
-
-@family_of("qwen3_asr", "Qwen3ASRForConditionalGeneration", tie_word_embeddings=True)
+@family_of("qwen3_asr", "Qwen3ASRForConditionalGeneration")
 def QWEN3_ASR(fields: ConfigFields) -> DecoderConfig:
     if "thinker_config" in fields.values:
         fields.refuse("thinker_config", {}, "supported is the layout of transformers: Qwen/Qwen3-ASR-1.7B-hf")
-    return _read_with_speech(fields, _sized(QWEN3, _ASR_SIZES), 151676)
-
-
-def _sized(family: Family, sizes: Mapping[str, Any]) -> Family:
-    """The family with other sizes where the file does not say."""
-    return replace(family, defaults={**family.defaults, **sizes})
+    return _read_with_speech(fields, replace(QWEN3, like="qwen3_asr_text"), 151676)
 
 
 def _read_with_speech(fields: ConfigFields, family: Family, token: int, key: str = "audio_token_id") -> DecoderConfig:
@@ -117,7 +65,7 @@ def GEMMA3_WITH_IMAGES(fields: ConfigFields) -> DecoderConfig:
 def PALIGEMMA(fields: ConfigFields) -> DecoderConfig:
     """All of a prompt sees itself; its images have one token for each patch."""
     family = inner_family(fields, GEMMA, GEMMA2)
-    text = text_fields(fields, {**family.defaults, **_PALIGEMMA_TEXT[family.name]})
+    text = text_fields(fields, class_defaults(f"paligemma_text_{family.name}"))
     if text.values.pop("use_bidirectional_attention", True) is False:
         fields.refuse("text_config: use_bidirectional_attention", False, "supported is true")
     vision = read_vision_config(fields.values, fields.tensors_dtype)
@@ -135,17 +83,17 @@ def MINICPMV4_6(fields: ConfigFields) -> DecoderConfig:
 
 def _read_voxtral_realtime(fields: ConfigFields) -> DecoderConfig:
     """Sound is added to the embeddings of all tokens, also of those that are written."""
-    text = text_fields(fields, {**MISTRAL.defaults, **_REALTIME_SIZES})
+    text = text_fields(fields, class_defaults("voxtral_realtime_text"))
     text.ignore("model_type")
     config = MISTRAL.read(text)
     token = fields.token_id("audio_token_id", 32, largest=max(0, config.vocab_size - 1))
     return replace(config, audio_token_id=token, adds_sound=True)
 
 
-_read_voxtral = partial(_read_with_speech, family=_sized(LLAMA, _VOXTRAL_SIZES), token=24)
+_read_voxtral = partial(_read_with_speech, family=replace(LLAMA, like="voxtral_text"), token=24)
 _read_qwen2_audio = partial(_read_with_speech, family=QWEN2, token=151646, key="audio_token_index")
 _read_llava = _with_images(_LLAVA_IMAGE_TOKEN, LLAMA, QWEN2, QWEN3, MISTRAL)
-_read_mistral3 = _with_images(MISTRAL3_IMAGE_TOKEN, _sized(MISTRAL, _SMALL_SIZES), MINISTRAL3)
+_read_mistral3 = _with_images(MISTRAL3_IMAGE_TOKEN, replace(MISTRAL, like="mistral3_text"), MINISTRAL3)
 _read_smolvlm = _with_images(SMOLVLM_IMAGE_TOKEN, LLAMA, key="image_token_id")
 _read_lfm2_vl = _with_images(LFM2_VL_IMAGE_TOKEN, LFM2, key="image_token_id")
 _read_internvl = _with_images(INTERNVL_IMAGE_TOKEN, QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS, key="image_token_id")
@@ -156,7 +104,5 @@ LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _read_lfm2_vl)
 INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl)
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)
 VOXTRAL = Family("voxtral", "VoxtralForConditionalGeneration", _read_voxtral)
-VOXTRAL_REALTIME = Family(
-    "voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", _read_voxtral_realtime, {"tie_word_embeddings": True}
-)
+VOXTRAL_REALTIME = Family("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", _read_voxtral_realtime)
 QWEN2_AUDIO = Family("qwen2_audio", "Qwen2AudioForConditionalGeneration", _read_qwen2_audio)

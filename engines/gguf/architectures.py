@@ -1,19 +1,20 @@
 """The architectures of GGUF files by llama.cpp's names: which family of the house each is, and how its metadata becomes
-what a published `config.json` says.
+what a published `config.json` says. What is the same in all files of one, and how it calls its tensors, stands in
+architectures.json.
 
 llama.cpp's converter writes down less than was published: what follows from the architecture there stands here.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from edgellm.engines.errors import UnsupportedModelError
-from edgellm.engines.gguf import layer_names
-from edgellm.engines.gguf.encoders import ENCODERS
 from edgellm.engines.gguf.gemma import gemma2_config, gemma3_config, gemma4_config
 from edgellm.engines.gguf.metadata import Metadata, attends
 from edgellm.engines.model.nearest import nearest
@@ -34,12 +35,12 @@ class Architecture:
     """
 
     model_type: str
-    own: Callable[[Metadata, _Config], _Config] = lambda metadata, config: {}
+    own: Callable[[Metadata, _Config], _Config]
     biased: bool = True
     constants: Mapping[str, Any] = field(default_factory=dict)
     permuted: bool = False
     shifted: bool = False
-    unshifted: tuple[str, ...] = ()
+    unshifted: Sequence[str] = ()
     naming: str = "llama"
     names: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
@@ -318,52 +319,50 @@ def _gemma4(metadata: Metadata, config: _Config) -> _Config:
     return gemma4_config(metadata, config) | mixture | {"top_k_experts": mixture["num_experts_per_tok"]}
 
 
-_TANH_GELU = {"hidden_act": "gelu_pytorch_tanh"}
-_GEMMA3 = _TANH_GELU | {"hidden_activation": "gelu_pytorch_tanh"}
-_SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1}
-#: By llama.cpp's names. Language models of Qwen2.5-VL and Qwen3-VL are those of Qwen2 and Qwen3 on texts; rows of q and
-#: k of ERNIE are rotated as neighbours, as they were published; the base of Hunyuan's rotation is stretched already.
-_ARCHITECTURES = {
-    "llama": Architecture("llama", permuted=True),
-    "mistral3": Architecture("mistral", _mistral3, biased=False, permuted=True),
-    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("qwen2", biased=False)),
-    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("qwen3")),
-    "qwen35": Architecture("qwen3_5_text", _qwen35, **layer_names.QWEN35),
-    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), Architecture("qwen3_moe", _qwen3moe, constants=_SPARSE)),
-    "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **layer_names.QWEN35),
-    "olmoe": Architecture("olmoe", lambda metadata, config: _mixture(metadata), constants={"norm_topk_prob": False}),
-    "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, naming="granitemoe"),
-    "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, **layer_names.GRANITE_HYBRID),
-    **dict.fromkeys(
-        ("nemotron_h", "nemotron_h_moe"), Architecture("nemotron_h", _nemotron_h, **layer_names.NEMOTRON_H)
-    ),
-    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, **layer_names.LFM2),
-    "gpt-oss": Architecture("gpt_oss", _gpt_oss, naming="gpt_oss", names=layer_names.POST_NORM, alternating=True),
-    "gemma": Architecture("gemma", constants=_TANH_GELU, shifted=True),
-    "gemma2": Architecture("gemma2", gemma2_config, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS),
-    "gemma3": Architecture(
-        "gemma3_text", gemma3_config, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS
-    ),
-    "gemma4": Architecture("gemma4_text", _gemma4, constants=_GEMMA3, **layer_names.GEMMA4),
-    "phi3": Architecture(
-        "phi3", _window, False, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-    ),
-    "granite": Architecture("granite", _granite, permuted=True),
-    "smollm3": Architecture("smollm3", constants={"no_rope_layer_interval": 4}, permuted=True),
-    "olmo2": Architecture("olmo2", _olmo2, names=layer_names.POST_NORMS),
-    "exaone4": Architecture(
-        "exaone4",
-        lambda metadata, config: _window(metadata, config) | {"layer_types": metadata.layer_types()},
-        False,
-        names=layer_names.POST_NORMS,
-    ),
-    "minicpm": Architecture("minicpm", _minicpm, permuted=True),
-    "ernie4_5": Architecture("ernie4_5", _use_bias, False),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", naming="hunyuan"),
-    "lfm2": Architecture("lfm2", _lfm2, False, **layer_names.LFM2),
-    "seed_oss": Architecture("seed_oss", _seed_oss, False, names=layer_names.POST_NORM),
-    "starcoder2": Architecture("starcoder2", _starcoder2, False, naming="starcoder2"),
+#: What architectures add, by their families.
+_OWN: dict[str, Callable[[Metadata, _Config], _Config]] = {
+    "mistral": _mistral3,
+    "qwen3_5_text": _qwen35,
+    "qwen3_moe": _qwen3moe,
+    "qwen3_5_moe_text": _qwen35moe,
+    "olmoe": lambda metadata, config: _mixture(metadata),
+    "granitemoe": _granitemoe,
+    "granitemoehybrid": _granitehybrid,
+    "nemotron_h": _nemotron_h,
+    "lfm2_moe": _lfm2moe,
+    "gpt_oss": _gpt_oss,
+    "gemma2": gemma2_config,
+    "gemma3_text": gemma3_config,
+    "gemma4_text": _gemma4,
+    "phi3": _window,
+    "granite": _granite,
+    "olmo2": _olmo2,
+    "exaone4": lambda metadata, config: _window(metadata, config) | {"layer_types": metadata.layer_types()},
+    "minicpm": _minicpm,
+    "ernie4_5": _use_bias,
+    "lfm2": _lfm2,
+    "seed_oss": _seed_oss,
+    "starcoder2": _starcoder2,
 }
+#: What `general.architecture` says of vision encoders.
+ENCODERS = "clip"
+#: What is said of architectures, their tensors and encoders.
+TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+#: What tensors of a layer, and beside the layers, are called in all architectures: see `weights.py`.
+TENSOR_NAMES: dict[str, dict[str, str]] = TABLE["tensors"]
+
+
+def _listed(kind: str, own: Mapping[str, Callable[[Metadata, _Config], _Config]]) -> dict[str, Architecture]:
+    """Architectures of the table by llama.cpp's names, of which several may be alike."""
+    found: dict[str, Architecture] = {}
+    for names, values in TABLE[kind].items():
+        adds = own.get(values["model_type"], lambda metadata, config: {})
+        found |= dict.fromkeys(names.split(), Architecture(own=adds, **values))
+    return found
+
+
+#: Language models of Qwen2.5-VL and Qwen3-VL are those of Qwen2 and Qwen3 on texts; rows of q and k of ERNIE are
+#: rotated as neighbours, as they were published; the base of Hunyuan's rotation is stretched already.
+_ARCHITECTURES = _listed("models", _OWN)
 #: Heads that draft for another model, of llama's layers.
-_EAGLE3_NAMES = {"attn_norm_2": "hidden_norm", "fc": "model.fc", "enc.output_norm": "model.input_norm"}
-_DRAFTS = {"eagle3": Architecture("llama", _eagle3, permuted=True, names=_EAGLE3_NAMES)}
+_DRAFTS = _listed("drafts", {"llama": _eagle3})

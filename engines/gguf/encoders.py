@@ -12,22 +12,13 @@ from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.safetensors_file import COPY_AGAIN, TensorInfo
+from edgellm.engines.gguf.architectures import ENCODERS, TABLE
 from edgellm.engines.gguf.changes import Change
 from edgellm.engines.gguf.metadata import Metadata
 from edgellm.engines.model.config import LARGEST_DEPTH
 
 _Config = dict[str, Any]
 
-#: What `general.architecture` says of all of them.
-ENCODERS = "clip"
-#: What models of an architecture in GGUF are with images, by the encoder's projector.
-_MODELS = {
-    ("qwen2vl", "qwen2.5vl_merger"): "qwen2_5_vl",
-    ("qwen3vl", "qwen3vl_merger"): "qwen3_vl",
-    ("qwen3vlmoe", "qwen3vl_merger"): "qwen3_vl_moe",
-    ("qwen35", "qwen3vl_merger"): "qwen3_5",
-    ("qwen35moe", "qwen3vl_merger"): "qwen3_5_moe",
-}
 #: The texts of tokens that a model has for images.
 _TOKENS = {
     "image_token_id": "<|image_pad|>",
@@ -35,39 +26,23 @@ _TOKENS = {
     "vision_end_token_id": "<|vision_end|>",
 }
 _TEMPORAL_PATCH_SIZE, _MERGE_SIZE, _WINDOW_SIZE = 2, 2, 112
-_MODULES = {
-    **{"ln1": "norm1", "ln2": "norm2", "attn_out": "attn.proj"},
-    **dict.fromkeys(("attn_qkv", "attn_q", "attn_k", "attn_v"), "attn.qkv"),
-}
 
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Names of modules in a layer, and beside the layers; how few and how many pixels images have where the file does
-    not say."""
+    """What `models` of architectures in GGUF are with such an encoder; names of modules in a layer, and beside the
+    layers; how few and how many pixels images have where the file does not say."""
 
+    models: dict[str, str]
     layer: dict[str, str]
     outside: dict[str, str]
     pixels: tuple[int, int]
     deepstack: dict[str, str] = field(default_factory=dict)
 
 
-_PROJECTORS = {
-    "qwen2.5vl_merger": _Encoder(
-        _MODULES | {f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
-        {"v.post_ln": "merger.ln_q", "mm.0": "merger.mlp.0", "mm.2": "merger.mlp.2"},
-        (3136, 12845056),
-    ),
-    "qwen3vl_merger": _Encoder(
-        _MODULES | {"ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
-        {
-            **{"v.post_ln": "merger.norm", "mm.0": "merger.linear_fc1", "mm.2": "merger.linear_fc2"},
-            **{"v.position_embd": "pos_embed"},
-        },
-        (65536, 16777216),
-        {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"},
-    ),
-}
+_PROJECTORS = {projector: _Encoder(**each) for projector, each in TABLE["encoders"].items()}
+#: The families, by architecture and projector.
+_MODELS = {(model, name): family for name, each in _PROJECTORS.items() for model, family in each.models.items()}
 _PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 _LAYER = re.compile(r"v\.(blk|deepstack)\.(\d{1,4})\.(\w+)\.(\w+)", re.ASCII)
 #: Modules that may become one, in their order.

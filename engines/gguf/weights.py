@@ -19,55 +19,21 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.safetensors_file import COPY_AGAIN, TensorInfo
 from edgellm.engines.formats.tensors import STORAGE
-from edgellm.engines.gguf.architectures import Architecture, architecture
+from edgellm.engines.gguf.architectures import ENCODERS, TENSOR_NAMES, Architecture, architecture
 from edgellm.engines.gguf.changes import Change
-from edgellm.engines.gguf.encoders import ENCODERS, encoder_tensors
+from edgellm.engines.gguf.encoders import encoder_tensors
 from edgellm.engines.gguf.metadata import Metadata
 from edgellm.engines.model.config import LARGEST_EXPERTS
 from edgellm.engines.model.named_weights import PUBLISHED
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.quantization.layout import Layout
 
-_OUTSIDE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "token_embd_norm": "model.embedding_norm",
-    "output": "lm_head",
-}
-_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj" for each in ("gate", "up", "down")},
-}
-#: Stacks of experts [E, rows, columns]; * stands for an expert's number.
-_STACKS = {f"ffn_{each}_exps": f"mlp.experts.*.{each}_proj" for each in ("gate", "up", "down", "gate_up")}
-#: Tensors of a layer that are no module's, or are published without an ending.
-_WHOLE = {
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "attn_sinks.weight": "self_attn.sinks",
-    "exp_probs_b.bias": "feed_forward.expert_bias",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-    "layer_output_scale.weight": "layer_scalar",
-}
-#: Of a head for multi-token prediction, which stands behind the last layer.
-_MTP_MODULES = {
-    "nextn.eh_proj": "mtp.fc",
-    "nextn.enorm": "mtp.pre_fc_norm_embedding",
-    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
-    "nextn.shared_head_norm": "mtp.norm",
-}
+#: Published names by those in files: of modules beside the layers, and in one; of stacks of experts [E, rows, columns],
+#: where * stands for an expert's number; of tensors of a layer that are no module's, or are published without an
+#: ending; of modules of a head for multi-token prediction, which stands behind the last layer.
+_OUTSIDE, _MODULES, _STACKS, _WHOLE, _MTP_MODULES = (
+    TENSOR_NAMES[kind] for kind in ("outside", "modules", "stacks", "whole", "mtp")
+)
 #: Gates and ups that `Architecture.joined` speaks of.
 _JOINED = ("ffn_gate", "ffn_up", "ffn_gate_shexp", "ffn_up_shexp")
 #: What the configuration says already.
@@ -276,7 +242,7 @@ class _Naming:
         if own == "ssm_out":
             return Change((info,), columns=self._value_heads(info, 0, self._value_size, axis=1))
         is_norm = own.endswith("norm") and kind == "weight"
-        shifted = is_norm and architecture.shifted and not own.endswith(architecture.unshifted or ("-",))
+        shifted = is_norm and architecture.shifted and not own.endswith(tuple(architecture.unshifted))
         return Change((info,), values="less 1" if shifted else "")
 
     @property

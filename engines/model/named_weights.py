@@ -2,67 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.steps import Linear
 
-_GRANITE_EXPERTS = {
-    "mlp.gate": "block_sparse_moe.router.layer",
-    **{f"mlp.experts.*.{each}_proj": f"block_sparse_moe.experts.*.{each}_proj" for each in ("gate", "up", "down")},
-}
 #: By `DecoderConfig.naming`, what a checkpoint calls a module, or a tensor without an ending, otherwise than Llama's; *
 #: stands for an expert's number.
-PUBLISHED: dict[str, dict[str, str]] = {
-    "llama": {},
-    "lfm2": {
-        "norm": "embedding_norm",
-        "input_layernorm": "operator_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_norm": "self_attn.q_layernorm",
-        "self_attn.k_norm": "self_attn.k_layernorm",
-        "self_attn.o_proj": "self_attn.out_proj",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-        "mlp": "feed_forward",
-        "mlp.gate": "feed_forward.gate",
-        "mlp.experts.*.gate_proj": "feed_forward.experts.*.w1",
-        "mlp.experts.*.up_proj": "feed_forward.experts.*.w3",
-        "mlp.experts.*.down_proj": "feed_forward.experts.*.w2",
-    },
-    "granitemoe": _GRANITE_EXPERTS,
-    "granitemoehybrid": {
-        **_GRANITE_EXPERTS,
-        **{f"{name}.gate_up_proj": "shared_mlp.input_linear" for name in ("mlp", "mlp.shared_expert")},
-        **{f"{name}.down_proj": "shared_mlp.output_linear" for name in ("mlp", "mlp.shared_expert")},
-    },
-    "hunyuan": {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
-    "qwen3_5": {},
-    "gpt_oss": {"mlp.gate": "mlp.router"},
-    "nemotron_h": {
-        "norm": "norm_f",
-        "input_layernorm": "norm",
-        **{f"self_attn.{each}_proj": f"mixer.{each}_proj" for each in "qkvo"},
-        **{f"mamba.{each}": f"mixer.{each}" for each in ("A_log", "dt_bias", "D")},
-        **{f"mamba.{each}": f"mixer.{each}" for each in ("in_proj", "conv1d", "norm", "out_proj")},
-        **{f"mlp.{each}_proj": f"mixer.{each}_proj" for each in ("up", "down")},
-        **{f"mlp.shared_expert.{each}_proj": f"mixer.shared_experts.{each}_proj" for each in ("up", "down")},
-        **{f"mlp.experts.*.{each}_proj": f"mixer.experts.*.{each}_proj" for each in ("up", "down")},
-        "mlp.gate": "mixer.gate",
-        "mlp.expert_bias": "mixer.gate.e_score_correction_bias",
-        **{f"mlp.fc{number}_latent_proj": f"mixer.fc{number}_latent_proj" for number in (1, 2)},
-    },
-    "gemma4": {
-        "mlp.gate": "router.proj",
-        "mlp.gate_scale.weight": "router.scale",
-        "mlp.expert_scales": "router.per_expert_scale",
-        **{f"mlp.experts.*.{each}_proj": f"experts.*.{each}_proj" for each in ("gate", "up", "gate_up", "down")},
-    },
-    "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
-}
+PUBLISHED: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("published_names.json").read_text("utf-8"))
 #: Nemotron-H's head for multi-token prediction: its attention is the first "layer" there, its mixture the second.
 PUBLISHED["nemotron_h_mtp"] = {
     **{name: f"{int(name.startswith('mlp'))}.{own}" for name, own in PUBLISHED["nemotron_h"].items()},

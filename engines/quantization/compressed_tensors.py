@@ -44,6 +44,7 @@ class PackQuantized(layouts.Layout):
     ordered: bool = False
     whole: bool = False
     name: str = "pack-quantized"
+    input_tensor = "weight_g_idx"
 
     def tensors(self, rows: int, columns: int) -> dict[str, layouts.Stored]:
         groups = 1 if self.group is None else -(-columns // self.group)
@@ -62,7 +63,7 @@ class PackQuantized(layouts.Layout):
         else:  # early files have zeros there
             wanted["weight_zero_point"] = layouts.Stored(plain, optional=True)
         if self.ordered:
-            wanted["weight_g_idx"] = layouts.Stored.of((columns,), "int32", "int64")
+            wanted[self.input_tensor] = layouts.Stored.of((columns,), "int32", "int64")
         return wanted
 
     def format(self, scale_dtype: str) -> WeightFormat:
@@ -78,8 +79,8 @@ class PackQuantized(layouts.Layout):
         scales = tensors.scales("weight_scale").reshape(-1, 1 if self.group is None else columns // self.group)
         zeros = self._zeros(tensors, len(scales), scales.shape[1])
         order = None
-        if self.ordered and (tensors.integers("weight_g_idx") != -1).any():  # -1 throughout: never set
-            order = layouts.column_order(tensors, "weight_g_idx", self.group)
+        if self.ordered and (tensors.integers(self.input_tensor) != -1).any():  # -1 throughout: never set
+            order = layouts.column_order(tensors, self.input_tensor, self.group)
         if self.whole:
             scales = np.repeat(scales, rows, 0)
             zeros = None if zeros is None else np.repeat(zeros, rows, 0)

@@ -79,7 +79,7 @@ class Nvfp4Layout(Layout):
     divides: bool
     dtype: str
     scaled: bool = False
-    group = GROUP
+    group, input_tensor = GROUP, "pre_quant_scale"
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
         wanted = {
@@ -88,7 +88,7 @@ class Nvfp4Layout(Layout):
             self.whole: Stored((((1,), ("float32",)), ((), ("float32",)))),
         }
         if self.scaled:
-            wanted["pre_quant_scale"] = Stored.of((columns,), *FLOATS, optional=True)
+            wanted[self.input_tensor] = Stored.of((columns,), *FLOATS, optional=True)
         return wanted
 
     def format(self, scale_dtype: str) -> WeightFormat:
@@ -100,7 +100,7 @@ class Nvfp4Layout(Layout):
         whole = tensors.scales(self.whole).reshape(())
         scales = scales / whole if self.divides else scales * whole
         codes = StoredCodes(tensors.integers(self.codes), "rows", 4, tensors.shape)
-        inputs = tensors.input_scales() if self.scaled else None
+        inputs = tensors.input_scales(self.input_tensor) if self.scaled else None
         format = WeightFormat("fp4", GROUP, False, self.dtype, scaled=inputs is not None)
         return StoredWeight(format, (codes,), np.asarray(scales, np.float32), input_scales=inputs)
 

@@ -82,13 +82,14 @@ class Gptq(_Words):
     shift: int
     index_optional: bool = False
     name: str = "GPTQ"
+    input_tensor = "g_idx"
 
     def tensors(self, rows: int, columns: int) -> dict[str, layouts.Stored]:
         optional = self.index_optional and not self.ordered
         return {
             "qweight": layouts.Stored.of((columns * self.bits // 32, rows), *layouts.WORDS),
             **super().tensors(rows, columns),
-            "g_idx": layouts.Stored.of((columns,), "int32", "int64", optional=optional),
+            self.input_tensor: layouts.Stored.of((columns,), "int32", "int64", optional=optional),
         }
 
     def format(self, scale_dtype: str) -> WeightFormat:
@@ -104,9 +105,10 @@ class Gptq(_Words):
     def read(self, tensors: layouts.LinearTensors) -> StoredWeight:
         zeros = unpacked(tensors.integers("qzeros"), self.bits, 1, tensors.shape[0])
         weight = self._read(tensors, "columns", (zeros + np.uint8(self.shift)) & np.uint8((1 << self.bits) - 1))
-        order = layouts.column_order(tensors, "g_idx", self.group) if tensors.has("g_idx") else None
+        index = self.input_tensor
+        order = layouts.column_order(tensors, index, self.group) if tensors.has(index) else None
         if order is not None and not self.ordered:
-            raise tensors.error("g_idx", "columns in another order than their groups'", "order, as desc_act is false")
+            raise tensors.error(index, "columns in another order than their groups'", "order, as desc_act is false")
         return replace(weight, format=replace(weight.format, permuted=order is not None), order=order)
 
 

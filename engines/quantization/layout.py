@@ -122,9 +122,9 @@ class LinearTensors:
             self.check(ending, values != 0, values, "numbers other than 0")
         return values
 
-    def input_scales(self) -> np.ndarray | None:
+    def input_scales(self, ending: str) -> np.ndarray | None:
         """What activations are multiplied by, float32 [K], where that was not folded."""
-        return self.scales("pre_quant_scale") if self.has("pre_quant_scale") else None
+        return self.scales(ending) if self.has(ending) else None
 
     def check(self, ending: str, good: np.ndarray, values: np.ndarray, expected: str) -> None:
         """CheckpointError for the first value that is not `good`, of as many."""
@@ -174,6 +174,8 @@ class Layout(ABC):
 
     #: The tensor whose dtype `format` takes.
     scale_tensor = "weight_scale"
+    #: The tensor that says in which order inputs are taken, or how they are scaled, if a weight may have one.
+    input_tensor = ""
     #: Where kernels of GPUs do not take the format, or not beside that of another part of the same step, the weight is
     #: dense there.
     may_be_dense = False

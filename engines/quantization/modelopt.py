@@ -25,12 +25,13 @@ class Int4Awq(Layout):
 
     group: int
     name: str = "ModelOpt INT4 AWQ"
+    input_tensor = "pre_quant_scale"
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
         return {
             "weight": Stored.of((rows // 2, columns), "uint8"),
             "weight_scale": Stored.of((rows, columns // self.group), *FLOATS),
-            "pre_quant_scale": Stored.of((columns,), *FLOATS, optional=True),
+            self.input_tensor: Stored.of((columns,), *FLOATS, optional=True),
         }
 
     def format(self, scale_dtype: str) -> WeightFormat:
@@ -40,7 +41,8 @@ class Int4Awq(Layout):
         return super().problem(rows, columns) or (f"its {rows} rows are no pairs" if rows % 2 else None)
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
-        codes, inputs = StoredCodes(tensors.integers("weight"), "pairs", 4, tensors.shape), tensors.input_scales()
+        codes = StoredCodes(tensors.integers("weight"), "pairs", 4, tensors.shape)
+        inputs = tensors.input_scales(self.input_tensor)
         format = replace(self.format(tensors.dtype("weight_scale")), scaled=inputs is not None)
         return StoredWeight(format, (codes,), tensors.scales("weight_scale"), input_scales=inputs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -232,3 +232,35 @@ class EmittedRings:
         for slot in range(advanced.start, advanced.stop):
             self._next_places[slot] = (self._next_places[slot] + 1) % _PLACES
         return emitted
+
+
+@dataclass(eq=False)
+class StepReadback:
+    """The tokens of a round, or of a plain step beside a draft model, of `batch` slots, on their way to the host.
+
+    `emitted` reads them, and `read` is told how many each slot got; `longest` is how many a round may give a slot, 0 of
+    a plain step; `lengths` are those of `BaseEngineRunner`, bounds that become exact; `draft_accepted` says whether the
+    step began with the draft taking its pending entries.
+    """
+
+    read: Callable[[StepReadback, Sequence[int]], None]
+    lengths: list[int]
+    batch: int
+    longest: int
+    emitted: Readback
+    draft_accepted: bool
+    _tokens: list[list[int]] | None = None
+
+    def wait(self) -> list[list[int]]:
+        """The tokens of each slot, in order: none for an idle one, else at least one."""
+        if self._tokens is None:
+            values = self.emitted.wait()[: self.batch].tolist()
+            if not self.longest:
+                self._tokens = [[token] if token >= 0 else [] for token in values]
+            else:
+                self._tokens = [row[1 : 1 + row[0]] for row in values]
+                for slot, tokens in enumerate(self._tokens):
+                    if tokens:
+                        self.lengths[slot] += len(tokens) - self.longest
+            self.read(self, [len(tokens) for tokens in self._tokens])
+        return self._tokens

@@ -29,7 +29,7 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
     name = "block"
 
     def proposing_engine(self, batch: int, plan: DraftPlan) -> tuple[EngineShape, int]:
-        """See `ModelDrafter`: a whole block, whatever the plan."""
+        """See `EagleDraftEngineRunner`: a whole block, whatever the plan."""
         return self._shape(batch, self.limits.tree_key_ranges[-1]), self.limits.draft_block
 
     def propose(self, batch: int, plan: DraftPlan, key_range: int) -> Callable[[], None]:

@@ -3,12 +3,13 @@
 The draft has KV caches and a rotary table of its own. Its entry i pairs the base's feature of row i with the token that
 follows, i + 1, at position i. `prefill` and `accept` commit entries; `propose` writes behind them and commits nothing.
 What the base has processed and the draft has not are the pending entries: at least one, whose token is the sequence's
-last (the root of the next tree).
+last (the root of the next tree). Plain steps add to them, acceptance replaces them, and each round begins with taking
+them in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -23,14 +24,16 @@ from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
-from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, in_order
+from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
+from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages, in_order
+from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.media_inputs import MediaInputs
 from edgellm.engines.runners.rows import StepBuffers, bound_inputs
-from edgellm.engines.runners.states import ModelStates
-from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.drafter import ModelDrafter, Proposal
-from edgellm.engines.speculation.tree import CandidateBuffers
+from edgellm.engines.runners.sampling_state import StepReadback, StepRules
+from edgellm.engines.runners.states import ModelStates, SlotRows
+from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
+from edgellm.engines.speculation.drafter import Drafter, Proposal
+from edgellm.engines.speculation.tree import CandidateBuffers, TreeLimits
 from edgellm.kernels.acceptance.contract import Chain
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
@@ -38,12 +41,16 @@ from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 from edgellm.kernels.tree.contract import Candidates, Expansion, HiddenRows, candidate_count
 
 
-class EagleDraftEngineRunner(ModelDrafter):
-    """Owns engines, weights, KV caches and pending entries of a draft model with the dimensions `config`.
+class EagleDraftEngineRunner(Drafter):
+    """Owns engines, weights, KV caches and pending entries of a draft model with the dimensions `config`, and knows how
+    far each slot is.
 
     Of the `base` runner the draft takes embedding and head where it has none of its own, images where it sees them, and
-    each slot's difference of position and row, unless rows are its positions.
+    each slot's difference of position and row, unless rows are its positions. Everything is given to the device in
+    order and nothing is waited for. Not thread-safe.
     """
+
+    has_model = True
 
     def __init__(
         self,
@@ -55,8 +62,15 @@ class EagleDraftEngineRunner(ModelDrafter):
         engines: LoadedEngines,
         captured: CapturedSteps,
     ) -> None:
-        super().__init__(backend, limits, base, engines, captured, draft.feature_size)
+        """`engines` are the draft's, `captured` runs what is taken in beside rounds."""
+        largest = limits.verify_sizes[-1], limits.accept_tokens, limits.tree_key_ranges[-1]
+        super().__init__(backend, limits, TreeLimits(limits.max_batch, *largest), draft.feature_size)
         self.config = draft
+        self._base, self._engines, self._steps = base, engines, captured
+        #: Of each slot: entries that the draft has not seen, never too few; rows of the base and of the draft that were
+        #: committed by the steps which were read.
+        self.unseen, self.base_rows, self.draft_rows = ([0] * limits.max_batch for _ in range(3))
+        self._latest: StepReadback | None = None
         own = backend.load_weights(checkpoint, draft_weights(draft))
         self._weights = {
             phase: draft_engine_weights(draft, phase, own, base.weights) for phase in ("prefill", "accept", "propose")
@@ -79,9 +93,29 @@ class EagleDraftEngineRunner(ModelDrafter):
         self._media_inputs = MediaInputs(backend, draft.decoder, limits, self._tables.rotary)
         if draft.image_embeddings:
             self._media_inputs.rows = base.media_rows
-        self._allocate_buffers()
+        slots, tokens = limits.max_batch, limits.max_batch * max(top_k, limits.accept_tokens, limits.draft_block)
+        self._buffers = StepBuffers(backend, draft.decoder, limits, engines, tokens, "draft")
+        self._propose_start = backend.zeros((slots,), "int32")
+        self._hidden, self._fed = (backend.zeros((slots * top_k * draft.hidden_size,), "compute") for _ in range(2))
+        self._logits = backend.zeros((slots * max(top_k, limits.draft_block) * draft.draft_vocab_size,), "float32")
+        size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k, limits.draft_block)
+        self._workspace = backend.zeros((size,), "uint8")
 
-    def prefill(self, slot, token_ids, features, position, chunk, media=None):
+    def prefill(
+        self,
+        slot: int,
+        token_ids: np.ndarray,
+        features: Array,
+        position: int,
+        chunk: int,
+        media: PromptMedia | None = None,
+    ) -> None:
+        """Commit `token_ids` [n] int32, each with the feature before it, as rows `position`.. of the slot.
+
+        `features` [1, >= chunk, F] compute holds the base's features of rows position..position + n - 1 first; `chunk`
+        is the engine's number of tokens, at least n. `media` are those of the prompt, of which the tokens are from
+        position + 1 on.
+        """
         count = len(token_ids)
         if not 0 < count <= chunk:
             raise EngineError(f"{count} tokens for a chunk of {chunk}: at least one, and no more, must be given")
@@ -107,7 +141,8 @@ class EagleDraftEngineRunner(ModelDrafter):
         engine.enqueue()
 
     def accept_step(self, batch: int, tokens: int, key_range: int) -> Callable[[], None]:
-        """See `ModelDrafter`; `logits` and hidden states are those of the last ones."""
+        """What commits the pending entries of the leading slots, whose last ones `logits` and hidden states are of;
+        `tokens` is the engine's number of tokens, as `taken` says. The counts of the entries are left as they are."""
         slots = slice(0, batch)
         pending = rows_of(self.pending, slots)
         shape = self.accept_shape(batch, tokens, key_range)
@@ -156,6 +191,142 @@ class EagleDraftEngineRunner(ModelDrafter):
         prepare = partial(self.backend.draft_tree.prepare_proposal, plan.level(level), committed, *given)
         return in_order([prepare, engine.enqueue])
 
+    def proposal(self, batch: int, plan: DraftPlan) -> Proposal:
+        if plan.is_given:
+            return super().proposal(batch, plan)
+        chain = self.chain(batch, plan) if plan.sampled else None
+        return Proposal(self.candidates(batch, plan), self.expansion(plan), chain)
+
+    def engines(self, batch: int, plan: DraftPlan, taken: int) -> list[tuple[EngineShape, int]]:
+        """See `Drafter`: the one that takes in, and unless candidates are given the one that proposes."""
+        takes = self.accept_shape(batch, taken, self.limits.tree_key_ranges[-1]), taken
+        return [takes] if plan.is_given else [takes, self.proposing_engine(batch, plan)]
+
+    def stages(self, batch: int, plan: DraftPlan, taken: int, key_ranges: Sequence[int]) -> dict[str, Callable]:
+        stages = {DRAFT_ACCEPT: self.accept_step(batch, taken, key_ranges[0])}
+        if not plan.is_given:
+            stages[DRAFT_PROPOSAL] = self.propose(batch, plan, key_ranges[1])
+        return stages
+
+    def taken(self, batch: int) -> int:
+        """See `Drafter`: several slots, and engines of fixed shapes, take as many as there can be."""
+        return self.limits.accept_tokens if self.backend.fixed_shapes or batch > 1 else self.unseen[0]
+
+    def decode(self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None) -> StepReadback:
+        """A plain step. Where there is no room for another entry, the draft takes those that there are before."""
+        full = max(self.unseen[:batch]) >= self.limits.accept_tokens
+        if full:
+            bucket = self._take_pending(batch)
+            self.backend.upload(self.pending.counts[:bucket], np.zeros(bucket, np.int32))
+            self.unseen[:batch] = [0] * batch
+        emitted = self._base.decode(batch, rules, begun)
+        step = StepReadback(self.read, self._base.lengths, batch, 0, emitted, full)
+        self.launched(step)
+        return step
+
+    def launched(self, step: StepReadback) -> None:
+        for slot in range(step.batch):
+            if self._base.lengths[slot]:
+                self.unseen[slot] = step.longest or self.unseen[slot] + 1
+        self._latest = step
+
+    def read(self, step: StepReadback, counts: Sequence[int]) -> None:
+        for slot, count in enumerate(counts):
+            if count:
+                if step.draft_accepted:
+                    self.draft_rows[slot] = self.base_rows[slot]
+                self.base_rows[slot] += count
+                if step is self._latest and step.longest:
+                    self.unseen[slot] = count
+        if step is self._latest:
+            self._latest = None
+
+    def take_chunk(
+        self, slot: int, following: np.ndarray, position: int, features: Array, media: PromptMedia | None
+    ) -> None:
+        """See `FeatureUser`: the draft's entries pair each feature with the token after it; the last has none yet."""
+        self._base.await_rows()  # the draft's, too
+        if len(following):
+            chunk = features.shape[1] if self.backend.fixed_shapes else len(following)
+            self.prefill(slot, following, features, position, chunk, media)
+
+    def take_tokens(self, slots: slice, tokens: Array, features: Array) -> list[Callable[[], None]]:
+        """See `FeatureUser`: a plain step's feature and token join the pending entries."""
+        pending, state = rows_of(self.pending, slots), self._base.sequences(slots)
+        return [partial(self.backend.acceptance.append_pending, features, tokens, state, pending)]
+
+    def plan_captures(self) -> None:
+        tokens = self.limits.accept_tokens
+        for batch in self.limits.batches:
+            widest = self.accept_shape(batch, tokens, self.limits.tree_key_ranges[-1])
+            for rows in self._engines.key_ranges(widest):
+                stages = partial(self._taking_step, batch, tokens, rows)
+                self._steps.plan(("flush", batch, tokens, rows), stages, kind=f" of {batch} sequences, {rows} rows")
+
+    def start(self, slot: int, count: int) -> None:
+        """See `Drafter`: the last token's feature waits for the token drawn after it."""
+        self.backend.upload(self.pending.counts[slot : slot + 1], np.zeros(1, np.int32))
+        self._set_progress(slot, count, count - 1)
+
+    def held(self, slot: int, rows: int, draft_rows: int | None) -> Iterator[SlotRows]:
+        """See `Drafter`: the draft's rows, and the features of what it has not seen."""
+        for model, states in self.models.items():
+            for each in states.of_slot(slot, draft_rows or 0):
+                yield each._replace(name=f"{model}.{each.name}")
+        yield SlotRows("draft.features", self.pending.features[slot : slot + 1], rows - (draft_rows or 0))
+
+    def resume(self, slot: int, text_ids: Sequence[int], draft_rows: int | None) -> None:
+        assert draft_rows is not None
+        pending, one, count = self.pending, slice(slot, slot + 1), len(text_ids) - 1 - draft_rows
+        tokens = np.full(pending.token_ids[one].shape, -1, np.int32)
+        tokens[0, :count] = text_ids[draft_rows + 1 :]
+        self.backend.upload(pending.token_ids[one], tokens)
+        for array, value in ((pending.counts, count), (pending.start, draft_rows), (pending.last, count - 1)):
+            self.backend.upload(array[one], np.full(array[one].shape, value, np.int32))
+        self._set_progress(slot, len(text_ids) - 1, draft_rows)
+
+    def rows(self, slot: int) -> int | None:
+        """See `Drafter`; entry i goes with base rows 0..i and token i + 1."""
+        return self.draft_rows[slot]
+
+    def complete(self, slot: int, batch: int) -> None:
+        if self.unseen[slot]:
+            self._take_pending(batch)
+            self.draft_rows[slot] = self.base_rows[slot]
+
+    def stop(self, slot: int) -> None:
+        self.unseen[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        self.states.swap(source, target)
+        pending = self.pending
+        for array in (pending.features, pending.token_ids, pending.counts, pending.last):
+            self.backend.copy(array[target : target + 1], array[source : source + 1])
+        for known in (self.unseen, self.base_rows, self.draft_rows):
+            known[target] = known[source]
+
+    @property
+    def states(self) -> ModelStates:
+        return self.models["draft"]
+
+    def close(self) -> None:
+        self._weights.clear()
+        self.states.clear()
+
+    def _set_progress(self, slot: int, rows: int, draft_rows: int) -> None:
+        self.unseen[slot], self.base_rows[slot], self.draft_rows[slot] = rows - draft_rows, rows, draft_rows
+
+    def _take_pending(self, batch: int) -> int:
+        """Enqueue the draft's step over the pending entries; for how many slots."""
+        bucket, tokens = self.bucket(batch), self.taken(batch)
+        widest = self.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
+        key_range = self._engines.key_range(widest, max(self._base.lengths[:batch]) + tokens)
+        self._steps.run(("flush", bucket, tokens, key_range), self._taking_step(bucket, tokens, key_range))
+        return bucket
+
+    def _taking_step(self, batch: int, tokens: int, key_range: int) -> Stages:
+        return {DRAFT_ACCEPT: self.accept_step(batch, tokens, key_range)}
+
     def accept_shape(self, batch: int, tokens: int, key_range: int) -> EngineShape:
         return EngineShape("accept", batch, tokens, key_range, self.limits.kv_rows, 1, "draft")
 
@@ -163,12 +334,14 @@ class EagleDraftEngineRunner(ModelDrafter):
         return EngineShape("propose", batch, width, key_range, self.limits.kv_rows, width, "draft")
 
     def proposing_engine(self, batch: int, plan: DraftPlan) -> tuple[EngineShape, int]:
-        """See `ModelDrafter`: levels stand one behind the other; the last one is not fed."""
+        """The engine that `propose` runs, of the largest key range, and the rows behind the committed ones that it
+        needs: levels stand one behind the other, and the last one is not fed."""
         widest = self.limits.tree_key_ranges[-1]
         return self.propose_shape(batch, plan.columns, widest), (plan.steps - 1) * plan.columns
 
     def propose(self, batch: int, plan: DraftPlan, key_range: int) -> Callable[[], None]:
-        """See `ModelDrafter`: level by level, from the accept step's logits on."""
+        """What writes the candidates of a plan, but for what its `expansion` finishes: level by level, from the accept
+        step's logits on."""
         committed, extend = self._base.sequences(slice(0, batch)).kvcache_start_index, self.expand_step
         if plan.sampled:
             extend = self.draw_step
@@ -176,11 +349,6 @@ class EagleDraftEngineRunner(ModelDrafter):
         for level in range(1, plan.steps):
             steps += [self.propose_step(batch, level, plan, committed, key_range), extend(batch, level + 1, plan)]
         return in_order(steps)
-
-    def own_proposal(self, batch: int, plan: DraftPlan) -> Proposal:
-        candidates = self.candidates(batch, plan)
-        chain = self.chain(batch, plan) if plan.sampled else None
-        return Proposal(candidates, self.expansion(plan), chain)
 
     def draw_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
         """What draws token `level` of a sampled chain from the latest logits, and keeps their distribution."""
@@ -213,22 +381,6 @@ class EagleDraftEngineRunner(ModelDrafter):
     def hidden_states(self, batch: int, nodes: int) -> Array:
         """[B, nodes, H] compute that the latest step put out, what the next propose step takes."""
         return leading(self._hidden, (batch, nodes, self.config.hidden_size))
-
-    def close(self) -> None:
-        self._weights.clear()
-        super().close()
-
-    def _allocate_buffers(self) -> None:
-        backend, draft, limits = self.backend, self.config, self.limits
-        slots, top_k = limits.max_batch, limits.draft_top_k
-        tokens = slots * max(top_k, limits.accept_tokens, limits.draft_block)
-        self._buffers = StepBuffers(backend, draft.decoder, limits, self._engines, tokens, "draft")
-        self._propose_start = backend.zeros((slots,), "int32")
-        self._hidden = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
-        self._fed = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
-        self._logits = backend.zeros((slots * max(top_k, limits.draft_block) * draft.draft_vocab_size,), "float32")
-        size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k, limits.draft_block)
-        self._workspace = backend.zeros((size,), "uint8")
 
     def tables(self, slots: slice) -> ModelTables:
         return self._tables._replace(position_offsets=self._tables.position_offsets[slots])

@@ -27,12 +27,12 @@ from edgellm.engines.model.memory_plan import GIVEN_NODES
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.media import PromptMedia
-from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
+from edgellm.engines.runners.sampling_state import SamplingValues, StepReadback, StepRules
 from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.drafter import Drafter, StepReadback
+from edgellm.engines.speculation.drafter import Drafter
 from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, part_keys
 from edgellm.engines.speculation.tree_verification import TreeVerification, given_limits, given_shapes
 
@@ -66,6 +66,10 @@ class DecodingRunner:
         more = progress, None if draft is None else draft[0], adapters, vision_memory
         self.base = BaseEngineRunner(backend, config, limits, checkpoint, *more)
         self.draft: Drafter
+        #: Take a plain step, and begin one before it is known which tokens it may choose; see `BaseEngineRunner`. What
+        #: drafting needs later is kept.
+        self.decode: Callable[..., Readback | StepReadback]
+        self.decode, self.begin = self.base.decode, self.base.begin
         if draft is None:
             features = len(config.feature_layers) * config.hidden_size
             self.draft = Drafter(backend, limits, given_limits(limits, GIVEN_NODES), features)
@@ -73,12 +77,10 @@ class DecodingRunner:
             beside = self.base, self._engines, self._steps
             draft_config, draft_checkpoint = draft
             kind = EagleDraftEngineRunner if draft_config.block is None else BlockDraftEngineRunner
-            self.draft = kind(backend, draft_config, limits, draft_checkpoint, *beside)
+            drafting = kind(backend, draft_config, limits, draft_checkpoint, *beside)
+            self.draft, self.decode = drafting, drafting.decode
         self.base.feature_user = self.draft
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
-        #: Take a plain step, and begin one before it is known which tokens it may choose; see `BaseEngineRunner`. What
-        #: drafting needs later is kept.
-        self.decode, self.begin = self.draft.decoding(self.base), self.base.begin
         #: The rounds, and other steps, whose captures are planned: where there are none, every round is ready.
         self.planned: Mapping[Hashable, object] = self._steps.planned
         self._rounds: dict[RoundKey, Round] = {}
@@ -172,7 +174,8 @@ class DecodingRunner:
         self._latest_round, lengths = current, self.base.lengths
         for slot in range(batch):
             lengths[slot] += current.key.plan.longest if lengths[slot] else 0
-        step = StepReadback(self.draft, lengths, batch, current.key.plan, self.backend.read(current.emitted), True)
+        emitted, longest = self.backend.read(current.emitted), current.key.plan.longest
+        step = StepReadback(self.draft.read, lengths, batch, longest, emitted, True)
         self.draft.launched(step)
         return step
 

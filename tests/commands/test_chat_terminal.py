@@ -114,7 +114,7 @@ CONTROL_D = "\x04"
 
 def test_ctrl_c_stops_an_answer_and_the_session_goes_on(terminal, chat_engines):
     session = terminal()
-    assert "robot on the numpy backend, context 1500 tokens" in session.wait_for(">>> ")
+    assert "robot on the numpy backend, context 600 tokens" in session.wait_for(">>> ")
     session.type("tell me\n")
     session.wait_for(r"tell me\r\n(\x1b\[\?2004l)?\r?[^\x1b\r]")
     session.type("\x03")
@@ -223,7 +223,7 @@ def test_notes_break_between_words(terminal):
     greeting = session.wait_for(">>> ").rpartition("\r\n")[0]
     lines = [re.sub(r"\x1b\[[\d;?]*[a-z]", "", line).strip("\r") for line in greeting.split("\r\n")]
     assert max(map(len, lines)) <= 40 and len(lines) >= 3
-    assert "on the numpy backend, context 1500 tokens. /help lists the commands, Ctrl-D leaves." in " ".join(lines)
+    assert "on the numpy backend, context 600 tokens. /help lists the commands, Ctrl-D leaves." in " ".join(lines)
 
 
 def test_the_shipped_model_is_said_to_be_a_toy(chat_engines):

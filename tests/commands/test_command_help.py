@@ -163,10 +163,11 @@ def test_shells_complete_commands_options_and_their_values(
         monkeypatch.setenv(name, value)
     lines = {
         "edgellm gen": {"generate"},
-        "edgellm cache ": set(CACHE),
         "edgellm cache verify --mo": {"--model"},
         "edgellm serve --backend t": {"tensorrt"},
     }
+    if shell == "bash":  # each asks the same command, which takes a second
+        lines["edgellm cache "] = set(CACHE)
     if shell == "zsh":
         shown = typed_in_zsh(lines)
     else:

@@ -9,9 +9,16 @@ from xml.etree import ElementTree
 import pytest
 
 from edgellm import LLM, SamplingParams
-from edgellm.benchmark.inputs import default_configurations, default_prompts, load_prompts, parse_configurations
+from edgellm.benchmark.comparing import (
+    BenchRun,
+    default_configurations,
+    default_prompts,
+    load_prompts,
+    parse_configurations,
+    run_benchmark,
+    summarize,
+)
 from edgellm.benchmark.report import report_lines, speed_plot
-from edgellm.benchmark.run import BenchResult, BenchRun, run_benchmark, summarize
 from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import RequestError
@@ -187,7 +194,7 @@ def test_figures_add_up():
         answer_of("chain:2", 0, (1, 2, 3, 4, 5), 1.0, (0, 1, 0, 1)),
         answer_of("chain:2", 1, (1, 9, 3), 0.5, (0, 0, 1)),
     ]
-    plain, drafted = summarize(BenchResult(runs, {}), configurations)
+    plain, drafted = summarize(runs, {}, configurations)
     assert (plain["tokens_per_second"], plain["ratio"]) == (1.5, 1.0)
     assert (drafted["tokens_per_second"], drafted["ratio"]) == (4.0, 4.0 / 1.5)
     assert drafted["mean_acceptance_length"] == 2.0 and drafted["acceptance_by_position"] == [2 / 3, 1 / 3]
@@ -210,10 +217,10 @@ def test_each_configuration_answers_each_prompt_before_it_counts(tiny_draft_engi
         clear = index.clear
         monkeypatch.setattr(llm, "chat", lambda *each: (asked.append((llm.drafting, str(each[0]))), chat(*each))[1])
         monkeypatch.setattr(index, "clear", lambda: (asked.append("cleared"), clear()))
-        result = run_benchmark(llm, llm, prompts, chosen, params, 1, lambda *each: progress.append(each))
+        runs, _ = run_benchmark(llm, llm, prompts, chosen, params, 1, lambda *each: progress.append(each))
     every = {(each.drafting, str(prompt.messages)) for each in chosen for prompt in prompts}
     assert set(asked[:4]) == every == set(asked[5:]) and asked[4] == "cleared" and len(asked) == 9
-    assert [run.repeat for run in result.runs] == [0] * 4 and progress[-1] == (8, 8)
+    assert [run.repeat for run in runs] == [0] * 4 and progress[-1] == (8, 8)
 
 
 @pytest.mark.parametrize("fastest", [0.003, 0.9, 1.0, 4.99, 5.0, 73.2, 104.2, 99_999.0])

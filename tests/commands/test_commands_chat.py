@@ -276,7 +276,7 @@ def test_sampling_defaults_come_from_the_model(chat, chat_engines, tmp_path):
 
 def test_a_full_context_is_said_and_the_chat_goes_on(chat, chat_engines):
     more = "more\n" * 5  # at least 25 tokens each
-    code, out, err = chat(f"{'x' * 1440}\n{more}/reset\n/set max_tokens 4\nhello\n")
+    code, out, err = chat(f"{'x' * 540}\n{more}/reset\n/set max_tokens 4\nhello\n")
     cut = f"The context is full ({CONTEXT} tokens), the answer was cut: /set max_tokens N keeps room for N."
     left = f"The oldest question and its answer left the conversation, to make room in the context ({CONTEXT} tokens)."
     lines = err.splitlines()
@@ -288,7 +288,7 @@ def test_a_full_context_is_said_and_the_chat_goes_on(chat, chat_engines):
 
 
 def test_a_chat_goes_on_for_ever(chat, chat_engines):
-    asked = [f"{number} {'x' * 200}" for number in range(30)]
+    asked = [f"{number} {'x' * 80}" for number in range(30)]
     code, out, err = chat("\n".join(asked) + "\n/stats\n", "--max-tokens", 4, "--system", "Be kind.")
     assert code == 0
     with LLM(chat_engines, backend="numpy") as llm:
@@ -302,7 +302,7 @@ def test_a_chat_goes_on_for_ever(chat, chat_engines):
 
 
 def test_a_context_that_is_nearly_full_is_noted(chat):
-    err = chat(f"{'x' * 1300}\n", "--max-tokens", 60, "--stats")[2]
+    err = chat(f"{'x' * 490}\n", "--max-tokens", 60, "--stats")[2]
     statistics, note = err.splitlines()
     used = int(re.search(rf"context (\d+)/{CONTEXT}", statistics)[1])
     assert used > 0.9 * CONTEXT
@@ -363,7 +363,7 @@ def test_the_last_questions_are_kept(chat, chat_engines):
 
 
 def test_a_question_longer_than_the_context(chat, chat_engines):
-    code, out, err = chat(f"{'x' * 1600}\nhello\n", "--max-tokens", 4)
+    code, out, err = chat(f"{'x' * 700}\nhello\n", "--max-tokens", 4)
     assert "error: the prompt has" in err and f"the context {CONTEXT}" in err
     assert (code, out) == (1, answers(conversation(chat_engines, ["hello"], max_tokens=4)))
 

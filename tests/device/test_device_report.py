@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from edgellm.benchmark.comparing import parse_configurations
 from edgellm.benchmark.device_report import forecasts, page
-from edgellm.benchmark.inputs import parse_configurations
-from edgellm.device.boards import BOARDS
+from edgellm.device.forecast import BOARDS
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.gpu import find_gpu

@@ -16,7 +16,7 @@ from command_line import Edgellm
 from edgellm.commands import doctor as commands
 from edgellm.device import limits
 from edgellm.device import proof as proofs
-from edgellm.device.boards import BOARDS, board_of
+from edgellm.device.forecast import BOARDS, board_of
 from edgellm.device.limits import DeviceLimits
 from edgellm.device.proof import compared_tokens, largest, made_by, proof, with_earlier
 from edgellm.errors import MissingDependencyError
@@ -158,6 +158,7 @@ def test_a_report_without_a_gpu(edgellm: Edgellm, tmp_path: Path, monkeypatch: p
     (tmp_path / "report.json").write_text(json.dumps(said))
     for name in ("_packed", "_snapshot_check"):  # which take as long again
         monkeypatch.setattr(proofs, name, lack)
+    monkeypatch.setattr(commands, "_self_checks", lambda directory: [])
     code, out, _ = edgellm("doctor", "--full", "--against", tmp_path / "report.json")
     assert code == 1 and "no GPU: NumPy with itself" in out
     assert "tokens, as shipped, plain: 24 of 24 equal NumPy's, OTHERS than in the earlier report" in out

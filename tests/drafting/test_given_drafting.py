@@ -12,8 +12,8 @@ from drafted_conversations import ask_freely
 
 from edgellm.drafting import learner
 from edgellm.drafting.learner import CAPTURED_TREES, Learner
-from edgellm.drafting.proposed import Said
-from edgellm.drafting.ratings import Search
+from edgellm.drafting.own_plans import Search
+from edgellm.drafting.proposals import Said
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.constraints import AllowedTokens
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from edgellm.drafting.proposed import Proposed
-from edgellm.drafting.ratings import Account
+from edgellm.drafting.own_plans import Account
+from edgellm.drafting.proposals import Proposed
 from edgellm.drafting.seconds import CAPTURED, Seconds
 from edgellm.engines.speculation import draft_plan
 from edgellm.engines.speculation.draft_plan import chain

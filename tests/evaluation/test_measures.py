@@ -21,7 +21,9 @@ from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import EngineError, RequestError
-from edgellm.evaluation import Window, divergence, exact_match, measures, perplexity, record_logits, rouge, text_windows
+from edgellm.evaluation import divergence, exact_match, measures, perplexity, rouge
+from edgellm.evaluation.inputs import Window, text_windows
+from edgellm.evaluation.measures import record_logits
 
 LOSSES = golden_folder("losses")
 TEXT = [(13 * index * index + 7 * index + 5) % 256 for index in range(150)]

@@ -14,7 +14,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 
 #: Tokens that a conversation with `chat_engines` may have.
-CONTEXT = 1500
+CONTEXT = 600
 #: A command line's exit code, standard output and standard error.
 Edgellm = Callable[..., tuple[int, str, str]]
 

@@ -13,7 +13,7 @@ import pytest
 from tiny_families import keeping_near
 
 from edgellm import Request, SamplingParams, SpecDecodeRuntime
-from edgellm.drafting import learner, ratings
+from edgellm.drafting import learner, own_plans
 from edgellm.drafting.config import DraftingConfig
 
 TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
@@ -29,8 +29,8 @@ Cold = Callable[..., Answer]
 
 def ask_freely(patch: pytest.MonkeyPatch) -> None:
     """What was said before is asked however long its index takes on this machine."""
-    patch.setattr(ratings.Search, "FIRST", 1e6)
-    patch.setattr(ratings.Search, "MOST", 1e6)
+    patch.setattr(own_plans.Search, "FIRST", 1e6)
+    patch.setattr(own_plans.Search, "MOST", 1e6)
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def drafting_freely(
 ) -> Iterator[SpecDecodeRuntime]:
     """A runtime that drafts from whatever was said before, also where it does not pay."""
     patch.setattr(learner, "GAIN", 0.0)
-    patch.setattr(ratings, "MOST_REST", 0)
+    patch.setattr(own_plans, "MOST_REST", 0)
     ask_freely(patch)
     with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy") as opened:
         yield keeping_near(opened)

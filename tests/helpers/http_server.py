@@ -13,13 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import openai
+from openai.types.responses import ResponseStreamEvent
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import TypeAdapter
 
 MODEL = "shipped"
 
@@ -115,7 +118,8 @@ class ServerProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """A value of `/metrics`; 0 where it was never counted."""
-        text = self.get("/metrics", authorization=f"Bearer {self.key}")[1]
+        lines = self.get("/metrics", authorization=f"Bearer {self.key}")[1].splitlines()
+        text = "\n".join(line for line in lines if f"edgellm_{name}" in line)
         found = [
             sample.value
             for family in text_string_to_metric_families(text)
@@ -167,6 +171,16 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
         assert time.monotonic() < until, "it did not come true in time"
         time.sleep(0.02)
     return found
+
+
+@cache
+def _event_type() -> TypeAdapter[Any]:
+    return TypeAdapter(ResponseStreamEvent)
+
+
+def response_events(lines: Iterable[str | bytes]) -> list[Any]:
+    """The events of a stream of `/v1/responses`, from the JSON of each, as OpenAI's types strictly have them."""
+    return [_event_type().validate_json(line, strict=True) for line in lines]
 
 
 def read_to_end(connection: socket.socket) -> bytes:

@@ -11,8 +11,7 @@ import pytest
 
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.snapshots.file import write_snapshot
-from edgellm.snapshots.folder import SnapshotFolder
+from edgellm.snapshots.file import SnapshotFolder, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.staging import StagedFile

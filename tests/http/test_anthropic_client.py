@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from edgellm.http.errors import HTTPError, later
 from edgellm.http.fields import Fields, ServedModel
 from edgellm.opened_model import SHIPPED_MODEL
 
-anthropic = pytest.importorskip("anthropic")
+if find_spec("anthropic") is None:
+    pytest.skip("anthropic is not installed", allow_module_level=True)
 pytestmark = pytest.mark.usefixtures("private_files")
 
 QUESTION: list[Any] = [{"role": "user", "content": "Where is the red cup?"}]
@@ -47,6 +49,8 @@ def reader(server: ServerProcess) -> Any:
 
 
 def client_of(server: ServerProcess, **options: Any) -> Any:
+    import anthropic  # which takes seconds: only where its tests run
+
     given = {"api_key": server.key, "max_retries": 0, "timeout": 60, "_strict_response_validation": True} | options
     return anthropic.Anthropic(base_url=f"http://{server.host}:{server.port}", **given)
 
@@ -181,6 +185,8 @@ def test_an_agent_s_prompt_is_reused_from_call_to_call(reader: Any) -> None:
 
 def test_its_tool_runner_runs_tools(reader: Any) -> None:
     """It asks for a conversation that the server keeps, is refused, and sends all of it from then on."""
+    import anthropic
+
     looked = []
 
     @anthropic.beta_tool
@@ -274,6 +280,8 @@ def test_what_is_wrong_is_named(server: ServerProcess, fields: dict[str, Any], w
 
 
 def test_errors_are_those_that_the_client_knows(reader: Any) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as missing:
         asked(reader, model="other")
     assert (missing.value.type, missing.value.status_code) == ("not_found_error", 404)
@@ -299,6 +307,8 @@ def locked() -> Iterator[ServerProcess]:
 
 
 def test_keys_come_in_either_header(locked: ServerProcess) -> None:
+    import anthropic
+
     assert asked(client_of(locked)).content
     apart = client_of(locked, default_headers={"authorization": anthropic.Omit(), "x-api-key": locked.key})
     assert asked(apart).content
@@ -312,6 +322,8 @@ def test_keys_come_in_either_header(locked: ServerProcess) -> None:
 
 def test_a_stream_that_fails_ends_with_an_error() -> None:
     """As where the server ends before the answer has: the client raises it."""
+    import anthropic
+
     with running("--shutdown-seconds", 0) as server:
         fields = {"model": MODEL, "max_tokens": 900, "messages": QUESTION, "extra_body": {"ignore_eos": True}}
         with client_of(server).messages.stream(**fields) as stream:

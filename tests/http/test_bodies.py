@@ -141,7 +141,7 @@ def test_any_bytes_are_refused(kind: str, body: bytes) -> None:
 def test_any_host_is_a_name_or_none(host: str) -> None:
     name = host_name(host)
     assert name is None or (name and "@" not in host)
-    guard = Guard.of("127.0.0.1")
+    guard = Guard("127.0.0.1")
     try:
         guard.check("/health", {"host": host})
     except HTTPError as error:

@@ -43,19 +43,19 @@ def scope(peer: str, *headers: tuple[str, str]) -> dict[str, Any]:
 )
 def test_the_address_that_asks(peer: str, lines: list[str], expected: str) -> None:
     headers = [("x-forwarded-for", line) for line in lines]
-    assert Guard.of("127.0.0.1", proxies=PROXIES).address(scope(peer, *headers)) == expected
-    assert Guard.of("127.0.0.1").client(scope(peer, *headers)) == Guard.of("127.0.0.1").client(scope(peer))
+    assert Guard("127.0.0.1", proxies=PROXIES).address(scope(peer, *headers)) == expected
+    assert Guard("127.0.0.1").client(scope(peer, *headers)) == Guard("127.0.0.1").client(scope(peer))
 
 
 def test_clients_are_keys_addresses_and_networks_of_ipv6() -> None:
     def client(address: str) -> str:
-        return Guard.of("127.0.0.1").client(scope(address))
+        return Guard("127.0.0.1").client(scope(address))
 
     assert client("192.0.2.7") != client("192.0.2.8")
     assert client("2001:db8::1") == client("2001:db8::ffff:0:0:1") == "2001:db8::/64"
     assert client("2001:db8::1") != client("2001:db8:0:1::1")
     assert client("fe80::1%eth0") != client("fe80::2%eth0")
-    keyed, keys = Guard.of("127.0.0.1", keys=["a", "b"]), [("authorization", f"Bearer {key}") for key in "ab"]
+    keyed, keys = Guard("127.0.0.1", keys=["a", "b"]), [("authorization", f"Bearer {key}") for key in "ab"]
     ours, theirs = (keyed.client(scope("192.0.2.7", key)) for key in keys)
     assert keyed.client(scope("192.0.2.8", keys[0])) == ours != theirs
 
@@ -63,24 +63,24 @@ def test_clients_are_keys_addresses_and_networks_of_ipv6() -> None:
 @pytest.mark.parametrize("wrong", ["proxy.example", "10.1.0.4/24", "10.1.0.0/33", ""])
 def test_proxies_that_are_no_addresses(wrong: str) -> None:
     with pytest.raises(RequestError, match=r"--trusted-proxy is .*: expected an address, or a network"):
-        Guard.of("127.0.0.1", proxies=[wrong])
+        Guard("127.0.0.1", proxies=[wrong])
 
 
 @pytest.mark.parametrize("name", ["http://robot.local", "robot.local:8000", "robot.local/", "[::1]", "*", "a b", ""])
 def test_hosts_that_no_request_could_name(name: str) -> None:
     with pytest.raises(RequestError, match=r"--allowed-host is .*: expected a name alone, such as robot.local"):
-        Guard.of("127.0.0.1", names=[name])
+        Guard("127.0.0.1", names=[name])
 
 
 @pytest.mark.parametrize("origin", ["robot.local", "https://robot.local/page", "*", "https://", ""])
 def test_origins_that_no_browser_would_name(origin: str) -> None:
     with pytest.raises(RequestError, match=r"--allowed-origin is .*: expected scheme and host"):
-        Guard.of("127.0.0.1", origins=[origin])
+        Guard("127.0.0.1", origins=[origin])
 
 
 def test_hosts_and_origins_as_clients_name_them() -> None:
     origins = ("https://Robot.local:8443/", "null", "app://obsidian.md", "http://[::1]:8000")
-    guard = Guard.of("127.0.0.1", names=["Robot_1.local", "10.0.0.7", "fe80::1"], origins=origins)
+    guard = Guard("127.0.0.1", names=["Robot_1.local", "10.0.0.7", "fe80::1"], origins=origins)
     guard.check("/health", {"host": "robot_1.local:8000", "origin": "https://robot.local:8443"})
     guard.check("/health", {"host": "[fe80::1]:8000", "origin": "app://obsidian.md"})
 

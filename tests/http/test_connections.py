@@ -302,7 +302,7 @@ def test_it_listens_while_the_model_is_loaded() -> None:
             while "ready" not in states:
                 status, found, headers = server.get("/health")
                 states.add(found["status"])
-                time.sleep(0.01)  # asking without a pause holds up what is loaded
+                time.sleep(0.05)  # asking without a pause holds up what is loaded
                 assert (status == 200) == (found["status"] == "ready") and ("retry-after" in headers) == (status != 200)
             assert states == {"loading", "ready"}
         server.terminate()

@@ -9,8 +9,8 @@ from typing import Any
 
 import openai
 import pytest
-from http_server import MODEL, ServerProcess, running
-from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from http_server import MODEL, ServerProcess, response_events, running
+from openai.types.responses import Response, ResponseItemList
 from pydantic import TypeAdapter
 from starlette.requests import Request
 
@@ -65,7 +65,7 @@ def test_events_are_those_of_the_api_and_calls_go_on(keeping: ServerProcess) -> 
     asked = "Look at the white bowl."
     raw = client.responses.with_raw_response.create(input=asked, stream=True, **options)
     lines = [line[6:] for line in raw.http_response.iter_lines() if line.startswith("data: ")]
-    events = [TypeAdapter(ResponseStreamEvent).validate_json(line, strict=True) for line in lines]
+    events = response_events(lines)
     assert [each.sequence_number for each in events] == list(range(len(events)))
     kinds = list(dict.fromkeys(each.type.removeprefix("response.") for each in events))
     called = ["function_call_arguments.delta", "function_call_arguments.done"]

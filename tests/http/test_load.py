@@ -23,7 +23,7 @@ _NO_FILES = ("bash", "-c", 'ulimit -f 0; exec "$0" "$@"')
 
 
 @pytest.mark.parametrize(
-    ("count", "seconds"), [(16, 2), *(pytest.param(64, each, marks=pytest.mark.slow) for each in (20, 300, 1800))]
+    ("count", "seconds"), [(8, 1), *(pytest.param(64, each, marks=pytest.mark.slow) for each in (20, 300, 1800))]
 )
 def test_clients_of_all_kinds(tmp_path: Path, count: int, seconds: int) -> None:
     """For so long, and until each kind has come: the disk is full, and a snapshot is removed under the server. Then it

@@ -29,7 +29,7 @@ KEY = "open sesame".replace(" ", "-")
 OPTIONS = ("--api-key", KEY, "--allowed-host", NAME, "--shutdown-seconds", 60, "--trusted-proxy", "127.0.0.1")
 OPTIONS += ("--log-level", "info", "--log-format", "json")
 TOYS = SHIPPED_MODEL / "scenes" / "toys.png"
-STREAMS = 32
+STREAMS = 16
 #: Tokens of an answer that others wait for, of the beginning that is surely seen of it, and of those that wait.
 CUT, LONG, SHORT = 200, 40, 4
 #: What `--queue-limit` is by default, and the one request at work that the shipped model has a slot for.

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from byte_level_tokenizer import byte_level
-from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
+from http_server import response_events
 from starlette.responses import JSONResponse
 
 from edgellm.http.answers import AnswerReader, ChatWriter, Piece
 from edgellm.http.fields import ParsedRequest
 from edgellm.http.messages import MessageWriter
-from edgellm.http.ollama_answers import ChatLineWriter
+from edgellm.http.ollama import ChatLineWriter
 from edgellm.http.responses import ResponseWriter, input_messages
 from edgellm.requests import Chunk, Request, Response, Timings, TokenLogprobs, Usage
 from edgellm.sampling_params import SamplingParams
@@ -176,7 +175,7 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     assert [text for kind, text in blocks if kind == "tool_use"] == ['{"at": "once"}'] * 2
     assert "".join(text for kind, text in blocks if kind == "text") == "hello world"
     lines = [line.removeprefix(b"data: ") for line in events.split(b"\n") if line.startswith(b"data: ")]
-    checked = [TypeAdapter(ResponseStreamEvent).validate_json(line, strict=True) for line in lines]
+    checked = response_events(lines)
     assert [each.sequence_number for each in checked] == list(range(len(lines)))
     output = json.loads(lines[-1])["response"]["output"]
     handed_back = [{key: output[0][key] for key in ("type", "encrypted_content")}, output[1]]

@@ -328,7 +328,7 @@ def test_the_field_of_tools_that_no_template_shows_is_named() -> None:
     assert http_error(error, {"tools": "tools", "": "messages"}).param == "tools"
 
 
-@pytest.mark.parametrize("choice", ["auto", NAMED], ids=str)
+@pytest.mark.parametrize("choice", ["auto", pytest.param(NAMED, marks=pytest.mark.slow)], ids=str)
 def test_an_answer_beside_a_format_is_calls_or_has_it(calling: openai.OpenAI, taught: LLM, choice: Any) -> None:
     described = {
         "name": "seen",

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from edgellm import tracing as nvtx_ranges
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL
 from edgellm.errors import MissingDependencyError
-from edgellm.observing import observer as nvtx_ranges
-from edgellm.observing.observer import LAUNCH, PREFILL, ROUND, TOKENS, WAIT, NvtxRanges
+from edgellm.tracing import LAUNCH, PREFILL, ROUND, TOKENS, WAIT, NvtxRanges
 
 #: Takes the place of the library's functions for pushing (9) and popping (11) a range, and writes down each call.
 PROFILER = r"""

@@ -25,11 +25,23 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.observing.observer import DECODE, LAUNCH, PREFILL, ROUND, SNAPSHOT, TOKENS, WAIT, ObservedRunner
 from edgellm.snapshots.contents import KVContents
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.tracing import DEVICE_TRACK, HOST_TRACK, Span, Trace
+from edgellm.tracing import (
+    DECODE,
+    DEVICE_TRACK,
+    HOST_TRACK,
+    LAUNCH,
+    PREFILL,
+    ROUND,
+    SNAPSHOT,
+    TOKENS,
+    WAIT,
+    ObservedRunner,
+    Span,
+    Trace,
+)
 from tools.bench.answering import answered
 
 STAGES = [DRAFT_ACCEPT, DRAFT_PROPOSAL, BASE_VERIFY, ACCEPTANCE]

@@ -24,7 +24,7 @@ MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "
 UNTIED = {"tie_word_embeddings": False}  # else with scaled embeddings each token is followed by itself
 EVERY = FAMILIES | WINDOWED | RECURRENT | MIXTURES | ONE_GROUP
 #: Those whose layers differ most from others'; the rest are like them, or are served in tests of their own.
-FAST = {"gpt_oss", "granite4", "minicpm", "nemotron_h_moe"}
+FAST = {"gpt_oss", "granite4"}
 
 
 @pytest.mark.parametrize(

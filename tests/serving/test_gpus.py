@@ -28,8 +28,8 @@ from tests.helpers.command_line import Edgellm
 
 PROMPTS = ("The red cup stands on the left, and the robot", "Hello! What can you do?", "a")
 TREE = DraftingConfig(draft_top_k=4, draft_steps=4, verify_tree_size=16)
-GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
-DRAWN = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.9, seed=7)
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.9, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,7 @@ def test_structure_adapters_and_priorities_are_those_of_one(one: LLM, two: LLM) 
     """What is urgent takes the place of what then goes on as it would have."""
     found, schema = [], {"type": "object", "properties": {"a": {"enum": ["x", 7]}}, "additionalProperties": False}
     for llm in (one, two):
-        low = llm.stream(PROMPTS[0], replace(DRAWN, max_tokens=60))
+        low = llm.stream(PROMPTS[0], replace(DRAWN, max_tokens=30))
         next(iter(low))
         urgent = llm.submit(Request(PROMPTS[1], params=GREEDY, priority=5)).result()
         gone_on = low.result()

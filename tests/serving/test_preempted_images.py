@@ -19,8 +19,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.preempted_rows import RowKeeper
-from edgellm.snapshots.state_cache import StateKeeper
+from edgellm.snapshots.kept_on_host import RowKeeper, StateKeeper
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.answering import answered

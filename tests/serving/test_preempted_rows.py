@@ -16,7 +16,7 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.snapshots.preempted_rows import RowKeeper, copies_in
+from edgellm.snapshots.kept_on_host import RowKeeper, copies_in
 from tools.bench.answering import answered
 
 SLOTS = 3

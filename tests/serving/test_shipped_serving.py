@@ -35,8 +35,8 @@ def check(equality: object, folder: Path, prompts: int, tokens: int, ways: Seque
 
 @pytest.mark.parametrize("drafting", [pytest.param("plain", marks=pytest.mark.slow), "drafted"])
 def test_a_sample_of_prompts(equality: object, tmp_path: Path, drafting: str) -> None:
-    found = check(equality, tmp_path, 3, 8, ["snapshot", "turns"], [drafting])
-    assert [served.answers for served in found] == [3, 6] * 2
+    found = check(equality, tmp_path, 1, 8, ["snapshot", "turns"], [drafting])
+    assert [served.answers for served in found] == [1, 2] * 2
 
 
 @pytest.mark.slow

@@ -16,8 +16,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
-from edgellm.snapshots.folder import SnapshotFolder
+from edgellm.snapshots.file import SnapshotFolder, read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import DIGEST, Snapshot, content_digest
 from edgellm.snapshots.store import SnapshotStore

@@ -31,8 +31,8 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.binding import NONE, encoder_digest, images_digest, snapshot_binding
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import check_binding, read_snapshot, write_snapshot
+from edgellm.snapshots.kept_on_host import StateKeeper
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.state_cache import StateKeeper
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import PromptRecord
 from edgellm.text.output import OutputText

@@ -20,9 +20,9 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, write_snapshot
+from edgellm.snapshots.kept_on_host import StateKeeper
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import DIGEST, content_digest
-from edgellm.snapshots.state_cache import StateKeeper
 from edgellm.snapshots.store import SnapshotStore
 
 SYSTEM = [(7 * index + 3) % 250 for index in range(40)]

@@ -17,7 +17,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.snapshots.contents import KVContents, SlotChoice, choose_slot
-from edgellm.snapshots.state_cache import StateKeeper, chosen_places
+from edgellm.snapshots.kept_on_host import StateKeeper, chosen_places
 
 NEAR = (24, 4, 6)
 TEXT = list(range(100))

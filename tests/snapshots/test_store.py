@@ -15,8 +15,7 @@ from kept_snapshots import save
 from edgellm.errors import SnapshotError
 from edgellm.snapshots import store as stores
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.file import verify_snapshot, write_snapshot
-from edgellm.snapshots.folder import SnapshotFolder
+from edgellm.snapshots.file import SnapshotFolder, verify_snapshot, write_snapshot
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import SnapshotStore
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edgellm import LLM, Request, SamplingParams
-from edgellm.commands.cache_building import build_snapshots
+from edgellm.commands.cache import build_snapshots
 from edgellm.commands.cache_prompts import CachePrompt, with_cached_prompt
 from edgellm.commands.models import open_model
 from edgellm.commands.settings import Settings

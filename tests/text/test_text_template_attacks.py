@@ -33,7 +33,7 @@ for name, source in ATTACKS[sys.argv[1]].items():
     print(f"{name}: ", end="", flush=True)
     started = time.process_time()
     try:
-        ending = repr(ChatTemplate({"default": source}, "t", TemplateLimits(seconds=0.1)).render(values))[-60:]
+        ending = repr(ChatTemplate({"default": source}, "t", TemplateLimits(seconds=0.05)).render(values))[-60:]
     except TemplateError as error:
         ending = str(error)[:200]
     print(f"{time.process_time() - started:.2f} s: {ending}", flush=True)

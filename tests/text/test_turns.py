@@ -7,7 +7,7 @@ import random
 import pytest
 
 from edgellm import ContextError, RequestError
-from edgellm.text.turns import OngoingConversation, turn_sizes, turn_starts, turns_to_drop, without_oldest
+from edgellm.text.turns import OngoingConversation, turn_starts, turns_to_drop, without_oldest
 
 
 def spoken(roles: str) -> list[dict[str, str]]:
@@ -56,10 +56,10 @@ class Prompts:
 
 def test_so_many_leave_that_half_of_the_context_is_free_again() -> None:
     prompts = Prompts(100, [30] * 23)  # 790 tokens; a quarter of 1,024 is kept for the answer
-    assert turns_to_drop(Prompts(100, [30] * 22).tokens, [30] * 22, 1024) == 0
-    dropped = turns_to_drop(prompts.tokens, prompts.lengths, 1024)
+    assert turns_to_drop(Prompts(100, [30] * 22).tokens, 22, 1024) == 0
+    dropped = turns_to_drop(prompts.tokens, 23, 1024)
     assert 430 < prompts.tokens(dropped) <= 512
-    assert turns_to_drop(prompts.tokens, prompts.lengths, 1024, max_tokens=120) == 0
+    assert turns_to_drop(prompts.tokens, 23, 1024, max_tokens=120) == 0
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 120, 256, 500, 700, 1000, 10**6])
@@ -68,15 +68,14 @@ def test_room_is_kept_and_the_newest_turns_stay(max_tokens: int | None) -> None:
     for _ in range(300):
         system, count = chosen.choice((0, 20, 100, 600, 900)), chosen.randrange(1, 60)
         prompts = Prompts(system, [chosen.choice((5, 20, 50, 200)) for _ in range(count)])
-        sizes = [length * chosen.uniform(0.5, 2) for length in prompts.lengths]
         whole, least = prompts.tokens(0), prompts.tokens(count - 1)
         if least >= 1024:
             with pytest.raises(ContextError) as raised:
-                turns_to_drop(prompts.tokens, sizes, 1024, max_tokens)
+                turns_to_drop(prompts.tokens, count, 1024, max_tokens)
             assert (raised.value.needed, raised.value.limit) == (least + 1, 1024)
             continue
         prompts.counted.clear()
-        dropped = turns_to_drop(prompts.tokens, sizes, 1024, max_tokens)
+        dropped = turns_to_drop(prompts.tokens, count, 1024, max_tokens)
         assert len(prompts.counted) <= 2 + 4 + count.bit_length()
         kept = prompts.tokens(dropped)
         assert 0 <= dropped < count
@@ -90,12 +89,11 @@ def test_room_is_kept_and_the_newest_turns_stay(max_tokens: int | None) -> None:
 
 
 def test_few_renderings_find_the_place() -> None:
-    """Where sizes are about right, however long the conversation is: of everything, the least, and a guess or two."""
+    """Where turns are about alike, however long the conversation is: of everything, the least, and a guess or two."""
     chosen = random.Random(3)
     for _ in range(100):
         prompts = Prompts(100, [chosen.randrange(10, 100) for _ in range(3000)])
-        sizes = [length * chosen.uniform(0.8, 1.2) for length in prompts.lengths]
-        assert turns_to_drop(prompts.tokens, sizes, 65536) > 0
+        assert turns_to_drop(prompts.tokens, 3000, 65536) > 0
         assert len(prompts.counted) <= 4
 
 
@@ -106,15 +104,8 @@ def test_templates_that_write_less_of_the_last_turns_do_no_harm() -> None:
         count = chosen.randrange(2, 40)
         tokens = [1200 - 25 * place + chosen.randrange(60) for place in range(count)]
         tokens[-1] = 150
-        dropped = turns_to_drop(lambda place, tokens=tokens: tokens[place], [25] * count, 1024)
+        dropped = turns_to_drop(lambda place, tokens=tokens: tokens[place], count, 1024)
         assert tokens[dropped] <= 512
-
-
-def test_sizes_of_turns() -> None:
-    messages = [*spoken("suau"), {"role": "assistant", "content": None, "tool_calls": []}]
-    messages[1]["content"] = [{"type": "text", "text": "x" * 80}, {"type": "image", "image": b"x" * 1000}]
-    first, second = turn_sizes(messages, [1, 3], [0, 64, 0, 0, 0])
-    assert 64 + 20 < first < 64 + 40 and 0 < second < 20
 
 
 @pytest.mark.parametrize("value", ["drop", None, 5, "ERROR", []])

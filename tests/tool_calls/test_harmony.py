@@ -25,7 +25,7 @@ from edgellm.requests import Chunk, TokenLogprobs
 from edgellm.structure.answers import RuleMaker
 from edgellm.structure.description import Structure
 from edgellm.structure.grammar import GrammarVocabulary
-from edgellm.text.channels import MARKS, harmony_ids
+from edgellm.structure.reasoning import CHANNEL_MARKS, harmony_ids
 from edgellm.text.messages import checked_tools
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ from edgellm.tool_calls.calls import checked_choice
 from edgellm.tool_calls.formats import checkpoint_format
 from edgellm.tool_calls.harmony import HarmonyReader, harmony_constraint
 
-IDS = {mark: 300 + number for number, mark in enumerate(MARKS)}
+IDS = {mark: 300 + number for number, mark in enumerate(CHANNEL_MARKS)}
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -96,7 +96,7 @@ def test_an_answer_is_read_wherever_it_is_cut(answer: str, size: int) -> None:
 
 
 PIECES = [
-    *MARKS,
+    *CHANNEL_MARKS,
     "assistant",
     "analysis",
     " to=functions.look",
@@ -131,7 +131,7 @@ def directory(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Tem
     more = {"max_position_embeddings": 4096, "eos_token_id": [257, 264]}
     source = make_checkpoint(place / "model", 3, **MIXTURES["gpt_oss"] | more)
     tokenizer = LibraryTokenizer.from_file(str(source / "tokenizer.json"))
-    tokenizer.add_special_tokens([*MARKS, "<|return|>"])
+    tokenizer.add_special_tokens([*CHANNEL_MARKS, "<|return|>"])
     tokenizer.save(str(source / "tokenizer.json"))
     golden = json.loads((golden_folder("published") / "harmony.json").read_text(encoding="utf-8"))
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": golden["template"]}))
@@ -221,7 +221,7 @@ def test_rules_begin_in_headers_alone(directory: Path) -> None:
         rules, allowed = fed(free)
         assert len(allowed) == 320 and rules.is_complete()
     named = "<|channel|>commentary to=functions.look"
-    behind = {tokenizer.encode(text, add_special_tokens=False)[0] for text in (" ", *MARKS[2:5])}
+    behind = {tokenizer.encode(text, add_special_tokens=False)[0] for text in (" ", *CHANNEL_MARKS[2:5])}
     assert fed(named)[1] == behind  # no "json", with which the name would be another
     for more in (" <|constrain|>json", "<|constrain|>json", " json", "<|channel|>commentary json", ""):
         assert len(fed(f"{named}{more}<|message|>{{")[1]) == 1, more

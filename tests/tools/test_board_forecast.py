@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 from board_forecast import CHAIN, MODELS, OTHERS, PUBLISHED, TREE, WEIGHTS, Model, forecast, main
 from probes import state_traffic, weight_bytes
 
-from edgellm.device.boards import BOARDS
-from edgellm.device.forecast import CLOCKS, REACHED, Clocks, Cost, round_shapes, step_cost
+from edgellm.device.forecast import BOARDS, CLOCKS, REACHED, Clocks, Cost, round_shapes, step_cost
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.expert_steps import for_kernels

@@ -20,7 +20,7 @@ import neighbour
 from device_limits import Reading, Readings, rings_of, scale_of_part
 from neighbour import Counted, Neighbour, NeighbourError, begin, blocks_that_leave, current, rate, resting
 
-from edgellm.device.boards import BOARDS
+from edgellm.device.forecast import BOARDS
 from edgellm.device.limits import SOURCE
 from edgellm.kernels.gpu import GPU, find_gpu
 

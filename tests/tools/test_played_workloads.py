@@ -38,7 +38,7 @@ def counted(runner: Any) -> Counter[str]:
     found = Counter[str]()
 
     def counting(name: str) -> Any:
-        original = getattr(type(runner), name, None) or runner.draft.decoding(runner.base)
+        original = getattr(type(runner), name, None) or runner.base.decode
 
         def step(*given: Any) -> Any:
             found[name] += 1

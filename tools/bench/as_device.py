@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import neighbour
 
-from edgellm.device.boards import BOARDS
+from edgellm.device.forecast import BOARDS
 from edgellm.kernels.gpu import GPU, find_gpu, stand_in
 from edgellm.kernels.user_paths import user_cache_directory
 

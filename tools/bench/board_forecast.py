@@ -28,8 +28,7 @@ from random_checkpoint import PUBLISHED as KNOWN
 from random_model import RandomDirectory, random_directory
 from simulated_acceptance import simulated_mean
 
-from edgellm.device.boards import BOARDS, Board
-from edgellm.device.forecast import EDGE_MICROSECONDS, REACHED, Cost, engine_costs, plain_shapes, seconds
+from edgellm.device.forecast import BOARDS, EDGE_MICROSECONDS, REACHED, Board, Cost, engine_costs, plain_shapes, seconds
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import WeightSpec

@@ -17,7 +17,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 import neighbour
 
-from edgellm.device.boards import Board
+from edgellm.device.forecast import Board
 from edgellm.device.limits import DeviceLimits, Reader, Ring, fitting_rings, some_context
 from edgellm.kernels.gpu import GPU
 

@@ -45,7 +45,7 @@ from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, SHAPES, checkpoint_in
 from random_model import WEIGHTS, RandomDirectory, loop_milliseconds, random_prompt, random_runner, shape_directory
 
-from edgellm.device.boards import BOARDS
+from edgellm.device.forecast import BOARDS
 from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families import decoder_config

@@ -1,10 +1,10 @@
 """A neighbour of the part of a GPU that is measured: it keeps memory busy from the other multiprocessors, meanwhile.
 
 A part of a large GPU has far more bandwidth for its arithmetic than a board. Beside a neighbour it has less: so many
-blocks change words that the part is left the board's own ratio (`boards.py`). Readers cannot press it that far: however
-many there are, the part reads 0.8 TB/s beside them. Each word lies somewhere else in a gigabyte, so memory reads and
-writes 32 bytes of another row for it. A launch of them lasts a millisecond and a half, whatever it does: so all end at
-once, and what waits for the whole GPU (freed memory, code that is loaded) waits no longer than a few of those.
+blocks change words that the part is left the board's own ratio (`boards.yaml`). Readers cannot press it that far:
+however many there are, the part reads 0.8 TB/s beside them. Each word lies somewhere else in a gigabyte, so memory
+reads and writes 32 bytes of another row for it. A launch of them lasts a millisecond and a half, whatever it does: all
+end at once, and what waits for the whole GPU (freed memory, code that is loaded) waits no longer than a few of those.
 
 `as_device.py` begins it; it ends with the process.
 """

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import neighbour
 from device_limits import device_limits, scale_of_part
 
-from edgellm.device.boards import BOARDS
+from edgellm.device.forecast import BOARDS
 from edgellm.kernels.gpu import find_gpu
 
 _CHECKOUT = Path(__file__).resolve().parents[2]

@@ -44,7 +44,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.folder import SnapshotFolder
+from edgellm.snapshots.file import SnapshotFolder
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import SnapshotStore

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 from edgellm import LLM
-from edgellm.benchmark.inputs import load_prompts, parse_configurations
+from edgellm.benchmark.comparing import load_prompts, parse_configurations
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from tools.bench.provenance import provenance, report

@@ -35,16 +35,16 @@ def test_each_gpu_gets_the_plans_that_it_needs(checkpoint: Path, tmp_path: Path)
         checkpoint,
         tmp_path / "engines",
         limits,
-        targets=["sm_86", "sm_80", "sm_120", "sm_86"],
+        targets=["sm_86", "sm_120", "sm_86"],
         progress=lambda stage, done, total: stages.setdefault(stage, []).append((done, total)),
         all_plans=True,
     )
     library = load_tensorrt()
     directory = EngineDirectory.open(tmp_path / "engines", verify=True)
-    every_shape = planned_shapes(directory.models, limits, directory.dtype, "sm_80", needless=True)
-    assert planned_shapes(directory.models, limits, directory.dtype, "sm_80") == []
+    every_shape = planned_shapes(directory.models, limits, directory.dtype, "sm_86", needless=True)
+    assert planned_shapes(directory.models, limits, directory.dtype, "sm_86") == []
     assert {shape.tokens for shape in every_shape} == {1, 80}
-    for target in ("sm_86", "sm_80", "sm_120"):
+    for target in ("sm_86", "sm_120"):
         platform = Platform(target, library.flavour, library.version)
         entries = {built.shape: built for built in report.plans if built.platform == platform}
         assert entries.keys() == set(every_shape)
@@ -53,15 +53,15 @@ def test_each_gpu_gets_the_plans_that_it_needs(checkpoint: Path, tmp_path: Path)
             assert not was_built
             assert entries[part].size == len(plan) > 10_000
             assert entries[part].seconds > 0
-    assert len(report.plans) == 3 * len(every_shape)
-    assert report.targets == ["sm_86", "sm_80", "sm_120"]
+    assert len(report.plans) == 2 * len(every_shape)
+    assert report.targets == ["sm_86", "sm_120"]
     missing = every_shape[0]
     (
-        directory.plans_path / Platform("sm_80", library.flavour, library.version).folder / f"{missing.name}.engine"
+        directory.plans_path / Platform("sm_86", library.flavour, library.version).folder / f"{missing.name}.engine"
     ).unlink()
     with pytest.raises(PlanError, match=f"no plan {missing.name} .* --refresh-plans"):
-        load_or_build_plan(directory, missing, Platform("sm_80", library.flavour, library.version))
-    every = refresh_plans(tmp_path / "engines", ["sm_80"], all_plans=True)
+        load_or_build_plan(directory, missing, Platform("sm_86", library.flavour, library.version))
+    every = refresh_plans(tmp_path / "engines", ["sm_86"], all_plans=True)
     assert [plan.shape for plan in every.plans if plan.seconds] == [missing]
     assert names_in(tmp_path) == {"engines"}
     weights = (checkpoint / "model.safetensors").stat().st_size

@@ -224,7 +224,7 @@ def test_the_command_builds_and_tells(tmp_path: Path, compiled: list) -> None:
     assert facts["vision"]["parameters"] > 10_000
     assert facts["memory"]["vision weights"] > 0
     (checkpoint / "preprocessor_config.json").unlink()
-    blind = [str(checkpoint), str(tmp_path / "blind"), *arguments[:4], "--max-image-patches", "0", *arguments[6:]]
+    blind = [str(checkpoint), str(tmp_path / "blind"), *arguments[:4], "--max-image-patches", "0", *arguments[6:-1]]
     assert CliRunner().invoke(create_app(), ["build", *blind]).exit_code == 0
     assert EngineDirectory.open(tmp_path / "blind").vision is None
     plan = next((target / "plans").rglob("vision.encode-p160.engine"))

@@ -125,11 +125,11 @@ def test_a_build_from_the_command_line(
     pytest.importorskip("tensorrt_rtx")
     target = tmp_path / "engines"
     loras = [f"--lora={name}={path}" for name, path in tiny_adapters.items()]
-    small = ("--prefill-chunk", "16", "--kv-capacity", "256", "--max-batch", "1", "--target", "sm_86", "--all-plans")
+    small = ("--prefill-chunk", "16", "--kv-capacity", "64", "--max-batch", "1", "--target", "sm_86", "--all-plans")
     result = edgellm("build", tiny_checkpoint, target, *loras, *small)
     assert result.exit_code == 0, result.output
     directory = EngineDirectory.open(target, verify=True)
-    assert directory.limits == EngineLimits(1, 16, 256, max_lora_rank=12, lora_slots=3)
+    assert directory.limits == EngineLimits(1, 16, 64, max_lora_rank=12, lora_slots=3)
     assert {name: adapter.rank for name, adapter in directory.adapters.items()} == {
         "wide": 12,
         "attention": 3,

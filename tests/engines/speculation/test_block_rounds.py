@@ -78,7 +78,7 @@ def test_sampled_chains_have_q_of_each_place(make_engines: MakeEngines, open_eag
         runner.round(batch, plan).wait()
         logits = runner.draft.logits(batch, BLOCK)[:, 1:4].astype(np.float64) / SAMPLED.temperature
         q = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        chained = runner.draft.own_proposal(batch, plan).chain
+        chained = runner.draft.proposal(batch, plan).chain
         np.testing.assert_allclose(chained.probabilities, q / q.sum(axis=-1, keepdims=True), atol=1e-5)
         assert len({tuple(tokens) for tokens in chained.tokens.tolist()}) == batch
 

@@ -9,7 +9,7 @@ import pytest
 from drafted_conversations import ask_freely
 
 from edgellm import LLM, DraftingConfig, Request, SamplingParams
-from edgellm.drafting import learner, ratings
+from edgellm.drafting import learner, own_plans
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def test_answers_are_those_of_plain_decoding(
 ) -> None:
     """Whatever is proposed is verified; with a plain step behind each round, and without."""
     monkeypatch.setattr(learner, "GAIN", 0.0)
-    monkeypatch.setattr(ratings, "MOST_REST", 0)
+    monkeypatch.setattr(own_plans, "MOST_REST", 0)
     monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: goes_on)
     ask_freely(monkeypatch)
     plain, drafted = llms
@@ -56,7 +56,7 @@ def test_answers_are_those_of_plain_decoding(
 
 def test_an_answer_cancelled_with_a_step_behind_a_round(llms: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "GAIN", 0.0)
-    monkeypatch.setattr(ratings, "MOST_REST", 0)
+    monkeypatch.setattr(own_plans, "MOST_REST", 0)
     monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: False)
     ask_freely(monkeypatch)
     plain, drafted = llms

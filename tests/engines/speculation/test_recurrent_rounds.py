@@ -19,7 +19,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, given, tree
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.snapshots.preempted_rows import RowKeeper
+from edgellm.snapshots.kept_on_host import RowKeeper
 
 LIMITS = EngineLimits(max_batch=4, prefill_chunk=16, kv_capacity=96, draft_top_k=4, draft_steps=4, verify_tree_size=16)
 PLANS = [chain(4), tree(4, 4, 16), tree(2, 3, 9), choices_plan([[0], [1], [0, 0], [0, 1], [0, 0, 0]])]
@@ -29,7 +29,7 @@ SAMPLINGS = [
     SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5),
 ]
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33))]
-COUNT = 40
+COUNT = 24
 
 
 @pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "mtp", "granite4_hybrid", "nemotron_h"])

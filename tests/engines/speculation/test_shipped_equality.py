@@ -39,6 +39,7 @@ def test_a_sample_of_prompts(equality: object, tmp_path: Path) -> None:
     assert all(comparison.mean_acceptance_length > 1.5 for comparison in found if comparison.sampling == "greedy")
 
 
+@pytest.mark.slow  # test_int8_kv_cache.py drafts beside such rows, too
 def test_a_sample_with_kv_rows_of_8_bits(equality: object, tmp_path: Path) -> None:
     for comparison in check(equality, tmp_path, 1, 12, ["chain 2", "tree 10/6/60"], "int8"):
         assert not comparison.differences, equality.line(comparison)

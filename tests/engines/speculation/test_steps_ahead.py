@@ -12,7 +12,7 @@ from drafted_conversations import ask_freely
 from runner_steps import watch_steps
 
 from edgellm import LLM, DraftingConfig, SamplingParams
-from edgellm.drafting import learner, ratings
+from edgellm.drafting import learner, own_plans
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -94,7 +94,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are read one later, and what is asked for and taken does not depend on this machine's speed."""
     monkeypatch.setattr(NumpyBackend, "steps_ahead", 1)
     ask_freely(monkeypatch)
-    monkeypatch.setattr(ratings, "MOST_REST", 0)
+    monkeypatch.setattr(own_plans, "MOST_REST", 0)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from drafted_conversations import ask_freely
 
-from edgellm.drafting import learner, ratings
+from edgellm.drafting import learner, own_plans
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -52,7 +52,7 @@ def drafted(
     config, ahead = request.param
     monkeypatch.setattr(NumpyBackend, "steps_ahead", ahead)
     monkeypatch.setattr(learner, "GAIN", 0.0)
-    monkeypatch.setattr(ratings, "MOST_REST", 0)
+    monkeypatch.setattr(own_plans, "MOST_REST", 0)
     with LLM(directory.path, backend="numpy", drafting=config) as llm:
         yield llm
 
@@ -119,7 +119,7 @@ def test_what_was_said_is_kept_by_the_process_and_not_by_the_sequence(directory:
 
 def test_drafting_is_switched_without_loading(directory: EngineDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "GAIN", 0.0)
-    monkeypatch.setattr(ratings, "MOST_REST", 0)
+    monkeypatch.setattr(own_plans, "MOST_REST", 0)
     with LLM(directory.path, backend="numpy", drafting=SUFFIX) as llm:
         assert not llm._runtime.has_draft_model
         llm.generate(REPEATED, GREEDY)
@@ -160,7 +160,7 @@ def test_memory_is_planned_and_less_is_taken_where_it_is_short(
         whole = llm.generate(REPEATED, GREEDY).token_ids
     monkeypatch.setattr(NumpyBackend, "check_memory", short)
     monkeypatch.setattr(learner, "GAIN", 0.0)
-    monkeypatch.setattr(ratings, "MOST_REST", 0)
+    monkeypatch.setattr(own_plans, "MOST_REST", 0)
     with LLM(directory.path, backend="numpy", drafting=SUFFIX) as llm:
         assert llm._runtime._runner.verification.most_nodes == GIVEN_SIZES[-1]
         for _ in range(2):
@@ -183,7 +183,7 @@ def test_engines_that_verify_no_trees_are_refused_at_opening(
 
 def test_adapters_and_system_prompts_of_the_shipped_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "GAIN", 0.0)
-    monkeypatch.setattr(ratings, "MOST_REST", 0)
+    monkeypatch.setattr(own_plans, "MOST_REST", 0)
     questions = ["Push the red cup to the left.", "Push the green apple to the left."]
     rounds = 0
     with LLM(backend="numpy", drafting=None) as plain, LLM(backend="numpy", drafting=SUFFIX) as drafted:
