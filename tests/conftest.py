@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +89,18 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def plan_workers() -> Iterator[Callable[[], int]]:
     """Without a GPU, plans are built in this process and each once: a process that builds takes a second to start, and
     a plan as long. How many such processes there would be is what this gives."""
-    count = plans._worker_count
+    count, build = plans._worker_count, plans.build_plan
+    built: dict[str, bytes] = {}
+
+    def build_once(*asked: Any) -> bytes:
+        if len(built) > 32:  # some MB each
+            built.clear()
+        return built.get(repr(asked)) or built.setdefault(repr(asked), build(*asked))
+
     with pytest.MonkeyPatch.context() as patch:
         if find_gpu() is None:
             patch.setattr(plans, "_worker_count", lambda: 0)
-            patch.setattr(plans, "build_plan", lru_cache(32)(plans.build_plan))
+            patch.setattr(plans, "build_plan", build_once)
         yield count
 
 
