@@ -104,6 +104,12 @@ def plan_workers() -> Iterator[Callable[[], int]]:
         yield count
 
 
+@pytest.fixture
+def own_workers(plan_workers: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are built in processes of their own, which Ctrl-C ends, but where a test says otherwise."""
+    monkeypatch.setattr(plans, "_worker_count", plan_workers)
+
+
 @pytest.fixture(autouse=True)
 def turn_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests marked `gpu` share it; one that measures times or memory, marked `alone`, has it to itself."""

@@ -88,6 +88,7 @@ def test_directory_that_another_build_made_meanwhile_is_kept(
     assert names_in(target) == {"sub"}
 
 
+@pytest.mark.usefixtures("own_workers")
 @pytest.mark.parametrize("stage", ["weights", "plans"])
 def test_interruption_leaves_nothing(checkpoint: Path, tmp_path: Path, stage: str) -> None:
     def interrupt(current: str, done: int, total: int) -> None:

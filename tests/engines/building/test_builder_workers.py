@@ -12,24 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.engines.building import plans as building
 from edgellm.engines.building.plans import build_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError
 from edgellm.engines.model.limits import EngineShape
 
 pytest.importorskip("tensorrt_rtx")
+pytestmark = pytest.mark.usefixtures("own_workers")
 
 
 @pytest.fixture
 def directory(plain_directory: Path) -> EngineDirectory:
     return EngineDirectory.open(plain_directory)
-
-
-@pytest.fixture(autouse=True)
-def own_workers(plan_workers: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are built in processes of their own, but where a test says otherwise."""
-    monkeypatch.setattr(building, "_worker_count", plan_workers)
 
 
 def every_child() -> set[int]:
