@@ -12,7 +12,7 @@ mean of two of Qwen2-Audio's, which do not see the silence (Chu et al. 2024).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -59,18 +59,24 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
     Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields and tensors that are
     missing, wrong or unknown; either lists all of them.
     """
-    names, family = checkpoint.tensors, str(checkpoint.config.get("model_type"))
-    read = {"gemma4": read_gemma4_audio, "voxtral_realtime": read_realtime}.get(family, _read_transformer)
-    parts = "audio_tower", "embed_audio" if family == "gemma4" else "multi_modal_projector"
-    tower, projector = (first_prefix((f"model.{part}.", f"{part}."), names) for part in parts)
-    fields = ConfigFields(checkpoint.config, None, family)
-    config = read(fields, (tower, projector))
-    fields.raise_problems()
+    config = audio_config(checkpoint.config, checkpoint.tensors)
     unread = _IMAGES if config.family == "gemma4" else ()
     problems = checkpoint.problems(audio_weights(config), encoders=True, unread=unread)
     if problems:
         found = f"the weights of the encoder of speech do not fit config.json: {counted(problems)}"
         raise CheckpointError(f"{checkpoint.path}: {found}\nTake config.json and weights of one and the same model")
+    return config
+
+
+def audio_config(config_json: dict[str, Any], names: Iterable[str] = ()) -> AudioConfig:
+    """The encoder that a `config.json` describes, for tensors of these `names`. Raises as `read_audio` does."""
+    family = str(config_json.get("model_type"))
+    read = {"gemma4": read_gemma4_audio, "voxtral_realtime": read_realtime}.get(family, _read_transformer)
+    parts = "audio_tower", "embed_audio" if family == "gemma4" else "multi_modal_projector"
+    tower, projector = (first_prefix((f"model.{part}.", f"{part}."), names) for part in parts)
+    fields = ConfigFields(config_json, None, family)
+    config = read(fields, (tower, projector))
+    fields.raise_problems()
     return config
 
 
