@@ -109,7 +109,7 @@ def packed_rows_ways(
     batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool, experts_rows: int = 0
 ) -> list[PackedRows]:
     """All that have room, the fastest first."""
-    many = gpu.multiprocessors > FEW_MULTIPROCESSORS
+    many = gpu.has_clusters and gpu.multiprocessors > FEW_MULTIPROCESSORS
     most = _MOST_PLAIN_ROWS if many and is_plain(layout) and not experts_rows else MAX_PACKED_ROWS
     if batch > most:
         return []

@@ -102,7 +102,11 @@ def packed_tiling(batch: int, layout: DeviceLayout, gpu: Capacity, adapted: bool
     tiles = layout.rows / (2 * BLOCK_ROWS * gpu.multiprocessors)
     in_tiles = batch >= LEAST_ROWS or (is_plain(layout) and not _NARROW < tiles < _WIDE)
     if in_tiles and not adapted:
-        return packed_tiles(batch, layout, gpu)[0]
+        try:
+            return packed_tiles(batch, layout, gpu)[0]
+        except KernelError:
+            if batch >= LEAST_ROWS:
+                raise
     return packed_tilings(batch, layout, gpu, adapted)[0]
 
 
