@@ -6,7 +6,6 @@ Importing the package loads nothing; the names below are loaded when first used.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -91,9 +90,40 @@ class _CheckoutFolders:
 if not Path(__file__).with_name("engines").is_dir():
     sys.meta_path.insert(0, _CheckoutFolders)
 
-#: The module of each public name, as type checkers find it above.
-_IMPORT = re.compile(r"from (edgellm\.[\w.]+) import (\w+) as \2$", re.MULTILINE)
-_MODULES = {name: module for module, name in _IMPORT.findall(Path(__file__).read_text(encoding="utf-8"))}
+_ERRORS = (
+    "AdapterError AudioError ConstraintError ContextError EdgeLLMError EngineDirectoryError EngineError ImageError "
+    "MediaError"
+)
+_REQUESTS = (
+    "Chunk Messages Request RequestOptions Response SamplingOptions StopWhen Timings TokenLogprobs Tool TurnOptions"
+)
+_NAMES = {
+    "asynchronous": "AsyncGeneration AsyncLLM AsyncSession AsyncWatch",
+    "drafting.acceptance": "DraftingStatistics",
+    "drafting.config": "DraftingConfig",
+    "drafting.learner": "DraftingReport",
+    "embedding": "EmbeddingRequest",
+    "errors": f"{_ERRORS} QueueFullError RequestError SnapshotError TemplateError",
+    "generation": "Generation",
+    "llm": "LLM",
+    "media.camera": "Camera Frame",
+    "opened_model": "SHIPPED_MODEL",
+    "prefilled": "PrefilledStates",
+    "requests": f"{_REQUESTS} Usage",
+    "runtime": "SpecDecodeRuntime",
+    "sampling_params": "SamplingParams",
+    "sessions": "Content Session",
+    "snapshots.system_prompt": "CachedPrompt",
+    "speech_stream": "SpeechStream",
+    "structure.description": "Structure",
+    "text.output": "FinishReason",
+    "transcription": "Transcription",
+    "tool_calls.calls": "ToolCall ToolCallDelta",
+    "tool_calls.functions": "function_tool",
+    "watching": "Watch WatchedAnswer",
+}
+#: The module of each public name.
+_MODULES = {name: f"edgellm.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_MODULES)
 
 
