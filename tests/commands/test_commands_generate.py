@@ -324,7 +324,7 @@ def test_only_the_command_asked_for_is_imported(asked, modules):
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     loaded = {name.rpartition(".")[2] for name in eval(out)}
-    assert loaded == modules | {"table", "panels", "options"}
+    assert loaded == modules | {"table", "options"}
 
 
 PIPES = {
