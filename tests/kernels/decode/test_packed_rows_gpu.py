@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -14,9 +15,11 @@ from edgellm.kernels.decode import linear as launches
 from edgellm.kernels.decode.contract import AddedTo, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import norm_linear_shared_bytes
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.packed_rows import packed_rows_ways
+from edgellm.kernels.decode.packed_rows import PackedRows, packed_rows_ways
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
+from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.launch import Launch
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +34,12 @@ def _layer(gpu, weight: PackedWeight, dtype: str):
 def _random(gpu, dtype: str, *shape: int):
     values = np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
     return device_copy(gpu, values if dtype == "float32" else compute_bits(values, dtype)[0])
+
+
+def _every_way(rows: int, layout: DeviceLayout, capacity: Capacity, normed: bool) -> list[PackedRows]:
+    """Those of this GPU, and of a part of it, where these kernels take more rows."""
+    gpus = capacity, replace(capacity, multiprocessors=16)
+    return [*dict.fromkeys(way for each in gpus for way in packed_rows_ways(rows, layout, each, normed))]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def test_packed_layers_have_the_bits_of_the_dequantized_weight(
         return found
 
     capacity, layout = capacity_of(gpu.kernel_module), packed.weight.layout
-    ways = packed_rows_ways(rows, layout, capacity, normed=True)
+    ways = _every_way(rows, layout, capacity, normed=True)
     if not ways or norm_linear_shared_bytes(rows, [columns], capacity.shared_limit, True) > capacity.shared_limit:
         pytest.skip("blocks have too little shared memory")
     expected = computed(dense)
@@ -158,7 +167,7 @@ def test_what_a_layer_adds_first_has_the_bits_of_a_launch_before_it(
 
     capacity, layout = capacity_of(gpu.kernel_module), layers[0].weight.layout
     for linear in layers:
-        ways = [None] if linear is layers[1] else packed_rows_ways(rows, layout, capacity, normed=is_normed)
+        ways = [None] if linear is layers[1] else _every_way(rows, layout, capacity, is_normed)
         for way in ways:
             if way is not None:
                 monkeypatch.setattr(launches, "packed_rows", lambda *_, way=way: way)
