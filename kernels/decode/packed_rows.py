@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, padded_columns, slice_steps
-from edgellm.kernels.decode.geometries import NORM_SUMS_BYTES
+from edgellm.kernels.decode.geometries import NORM_SUMS_BYTES, block_share
 from edgellm.kernels.decode.packed_tiles import FEW_MULTIPROCESSORS, is_plain, packed_tiling
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.errors import KernelError
@@ -24,7 +24,7 @@ _OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _DEEP_TILES, _FINE_B
 )
 #: By rows and columns, of plain layouts where there are many multiprocessors.
 _MEASURED = {tuple(each[:2]): each[2:] for each in fitted(_FITTED, "measured")[0]}
-_MOST_PLAIN_ROWS, _APART = fitted(_FITTED, "most_plain_rows", "apart")
+_MOST_PLAIN_ROWS, _APART, _FILLING = fitted(_FITTED, "most_plain_rows", "apart", "filling")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ class PackedRows:
         sums = 2 * SLICES * self.at_once * rows * (16 * self.weight_tiles + 4) * 4
         staged = SLICES * slice_steps(columns) * 64
         return weights + sums + staged * batch + (NORM_SUMS_BYTES + staged if normed else 0)
+
+    def smaller(self) -> PackedRows:
+        """What needs less memory: sums of fewer tiles at once, else a shorter ring, else one block."""
+        if self.at_once > SLICES // self.sharing:
+            return replace(self, at_once=self.at_once // 2)
+        return replace(self, depth=self.depth - 1) if self.depth > 2 else replace(self, blocks=1)
 
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles."""
@@ -108,7 +114,7 @@ def packed_rows(
 def packed_rows_ways(
     batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool, experts_rows: int = 0
 ) -> list[PackedRows]:
-    """All that have room, the fastest first."""
+    """All that have room, the fastest first. Of one row, a multiprocessor has room for all its blocks at once."""
     many = gpu.has_clusters and gpu.multiprocessors > FEW_MULTIPROCESSORS
     most = _MOST_PLAIN_ROWS if many and is_plain(layout) and not experts_rows else MAX_PACKED_ROWS
     if batch > most:
@@ -116,16 +122,35 @@ def packed_rows_ways(
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
     one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
     found = []
-    forms = (*_experts_forms(experts_rows, sharing, layout, gpu), *_forms(batch, layout, gpu, experts_rows > 0))
+    forms = (
+        *_filling_forms(batch, layout, gpu),
+        *_experts_forms(experts_rows, sharing, layout, gpu),
+        *_forms(batch, layout, gpu, experts_rows > 0),
+    )
+
+    def needed(way: PackedRows) -> int:
+        return way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
+
     for weight_tiles, depth, blocks, resident, *more in forms:
         late, most = (*more, False, 0)[:2]
         most = most or (8 // weight_tiles if one else 2)
         tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
         at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))
         way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident, bool(late))
-        if way.shared_bytes(layout.block_bytes, layout.columns, batch, normed) <= gpu.shared_limit:
+        beside = one and way.grid(layout.rows, gpu)[0] > gpu.multiprocessors
+        while beside and way.blocks > 1 and needed(way) > block_share(gpu.shared_limit, way.blocks):
+            way = way.smaller()
+        if needed(way) <= gpu.shared_limit:
             found.append(way)
     return found
+
+
+def _filling_forms(batch: int, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:
+    """What was found fast for a row where few multiprocessors overlap kernels: blocks that fill their shared memory, of
+    matrices that have a tile for each."""
+    few = gpu.has_clusters and gpu.multiprocessors <= FEW_MULTIPROCESSORS
+    fill = layout.rows >= 2 * 2 * BLOCK_ROWS * 2 * gpu.multiprocessors
+    return _FILLING if few and batch == 1 and is_plain(layout) and fill else ()
 
 
 def _experts_forms(rows: int, sharing: int, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:
