@@ -143,6 +143,32 @@ template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// A barrier in shared memory that counts bytes which the tensor memory accelerator brings: begun by one thread, one arrival a
+// turn, which says how many; and waited for, in turns of parity 0, 1, 0 and so on.
+__device__ __forceinline__ void start_barrier(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+template <int BYTES> __device__ __forceinline__ void expect_bytes(unsigned barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void wait_for_barrier(unsigned barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred ready;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ready, [%0], %1;\n@!ready bra again;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+// Bytes in sixteens to shared memory, which the barrier then counts; by one thread.
+template <int BYTES> __device__ __forceinline__ void copy_bytes(unsigned shared, const void* global, unsigned barrier) {
+    static_assert(BYTES % 16 == 0, "as the accelerator copies");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "n"(BYTES), "r"(barrier)
+        : "memory");
+}
+// What has been begun is seen by the accelerator.
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
 __device__ __forceinline__ uint4 read_shared_16(unsigned shared) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

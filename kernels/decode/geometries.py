@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from edgellm.kernels.decode.arguments import THREADS
 from edgellm.kernels.decode.contract import SLICES, STEP, padded_columns, slice_steps
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.fitted import fitted
 
 #: Bytes of shared memory that CUDA takes of each block.
 _RESERVED = 1024
+#: What `fitted.json` says.
+(_IN_LINES,) = fitted("linear layers of few rows", "in_lines")
 #: Shared memory of a norm's sums in norm.cu.
 NORM_SUMS_BYTES = 8 * (SLICES + 1) * 4
 
@@ -58,6 +62,8 @@ class Geometry:
 NARROW = Geometry("Narrow", 8, 4, 2, False)
 #: For `linear_residual`, whose rows are the longest: more of them is there before the input is.
 DEEP = Geometry("Deep", 8, 8, 2, False)
+#: The same in pieces of whole lines of memory, of rows that are staged and without adapters, on few multiprocessors.
+LINES = Geometry("Lines", 8, 8, 2, False)
 WIDE = Geometry("Wide", 16, 8, 1, True)
 #: More rows are served by the wide kernels, where the GPU has the shared memory.
 _NARROW_ROWS = 2
@@ -68,7 +74,7 @@ def norm_linear_shared_bytes(
 ) -> int:
     """Shared memory that a block of `norm_linear` or `norm_gate_up` needs on such a GPU: inputs of such widths, LoRA
     adapters of so many `padded_ranks`."""
-    geometry = norm_geometry(rows, widths, shared_limit, gated, ranks)
+    geometry = norm_geometry(rows, widths, Capacity(shared_limit=shared_limit), gated, ranks)
     return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), ranks)
 
 
@@ -82,13 +88,15 @@ def norm_shared_bytes(columns: int, arranged: bool = False) -> int:
     return NORM_SUMS_BYTES + 2 * padded_columns(columns) * (1 + arranged)
 
 
-def norm_geometry(rows: int, widths: Sequence[int], shared_limit: int, gated: bool, ranks: int) -> Geometry:
+def norm_geometry(rows: int, widths: Sequence[int], gpu: Capacity, gated: bool, ranks: int) -> Geometry:
     """The kernels that norm such inputs and multiply them."""
 
     def needed(geometry: Geometry) -> int:
         return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), ranks)
 
-    return WIDE if len(widths) > 1 else _geometry(rows, needed, shared_limit)
+    if len(widths) > 1:
+        return WIDE
+    return LINES if takes_lines(rows, needed(LINES), gpu, ranks) else _geometry(rows, needed, gpu.shared_limit)
 
 
 def residual_geometry(rows: int, shared_limit: int, ranks: int) -> Geometry:
@@ -103,12 +111,20 @@ def _geometry(rows: int, needed: Callable[[Geometry], int], shared_limit: int) -
     return WIDE
 
 
-def staged_geometry(batch: int, columns: int, shared_limit: int, ranks: int = 0) -> Geometry | None:
+def staged_geometry(batch: int, columns: int, gpu: Capacity, ranks: int = 0) -> Geometry | None:
     """Those of `linear_residual`, where it stages so many rows: with the deep ring if that leaves room for as many."""
-    limits = (DEEP, block_share(shared_limit, DEEP.blocks_per_multiprocessor)), (NARROW, shared_limit)
+    limits = (DEEP, block_share(gpu.shared_limit, DEEP.blocks_per_multiprocessor)), (NARROW, gpu.shared_limit)
     if batch > _NARROW_ROWS:
         return None
+    if takes_lines(batch, LINES.staged_bytes(batch, columns, ranks), gpu, ranks):
+        return LINES
     return next((each for each, limit in limits if each.staged_bytes(batch, columns, ranks) <= limit), None)
+
+
+def takes_lines(batch: int, needed: int, gpu: Capacity, ranks: int = 0) -> bool:
+    """Whether so many rows are multiplied by `LINES`, whose blocks need so much shared memory."""
+    few = batch <= _NARROW_ROWS and not ranks and gpu.multiprocessors <= _IN_LINES
+    return few and needed <= block_share(gpu.shared_limit, LINES.blocks_per_multiprocessor)
 
 
 def block_share(shared_limit: int, blocks: int) -> int:

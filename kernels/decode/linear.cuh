@@ -15,12 +15,14 @@ namespace decode {
 
 // PAIRED: a unit's tiles are gate and up rows, which lie `rows` apart; else they follow each other. DEPTH: 16-byte copies of
 // weights that a thread has in flight. HALVES of 16 rows of activations: the kernels are narrow (two blocks on a
-// multiprocessor; also with a deep ring, for long rows) or wide.
-template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
-    static constexpr int TILES = TILES_, HALVES = HALVES_;
+// multiprocessor; also with a deep ring, for long rows) or wide. A stage is AT_ONCE steps: of two, lanes copy whole lines of 128
+// bytes, and one lane's copies are what others multiply; only of activations that are staged, and without adapters.
+template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH, int AT_ONCE_ = 1> struct Geometry {
+    static constexpr int TILES = TILES_, HALVES = HALVES_, AT_ONCE = AT_ONCE_;
     static constexpr bool PAIRED = PAIRED_;
-    static constexpr int STAGES = DEPTH / TILES;
-    static constexpr unsigned TURN = TILES * THREADS * 16, TURNS = STAGES * TURN;  // bytes of a stage, and of the ring
+    static constexpr int STAGES = DEPTH / TILES / AT_ONCE;
+    static constexpr unsigned STEP = TILES * THREADS * 16, TURN = AT_ONCE * STEP;  // bytes of a step, and of a stage
+    static constexpr unsigned TURNS = STAGES * TURN;                              // of the ring
     static constexpr int UNIT = PAIRED ? TILE_ROWS : TILES * TILE_ROWS;  // output columns of a unit
     static constexpr int SUMS = PAIRED ? TILES : 1;                      // that an output is made of
     static constexpr int PARTIALS = TILES * HALVES * 64;                 // floats that a warp leaves of a unit
@@ -43,6 +45,8 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
 using Narrow = Geometry<1, false, 1, HOST_NARROW_DEPTH>;
 using Deep = Geometry<1, false, 1, HOST_DEEP_DEPTH>;
 using NarrowPairs = Geometry<2, true, 1, HOST_NARROW_DEPTH>;
+using Lines = Geometry<1, false, 1, HOST_DEEP_DEPTH, 2>;
+using LinesPairs = Geometry<2, true, 1, HOST_DEEP_DEPTH, 2>;
 using Wide = Geometry<1, false, 2, HOST_WIDE_DEPTH>;
 using WidePairs = Geometry<2, true, 2, HOST_WIDE_DEPTH>;
 using WideTwice = Geometry<2, false, 2, HOST_WIDE_DEPTH>;
@@ -53,29 +57,36 @@ static_assert(Wide::norm_bytes(2, 9, 3) == HOST_WIDE_BYTES && WidePairs::norm_by
 static_assert(Narrow::staged_bytes(2, 3) == HOST_STAGED_BYTES && WideTwice::streamed_bytes(9) == HOST_STREAMED_BYTES,
               "the host gives linear_residual its shared memory");
 
-// The warp's sums of a unit, over its slice of K. Every group of copies holds one step of weights and, where they are
-// streamed, activations. place: the thread's in the ring, of the next step.
+// The warp's sums of a unit, over its slice of K. Every group of copies holds a stage of weights and, where they are
+// streamed, activations. place: the thread's in the ring, of the next stage.
 template <typename T, typename G, bool ADAPTED, typename Activations>
 __device__ __forceinline__ void multiply_unit(
     float (&sum)[G::TILES][4], Weights<T, G, ADAPTED>& weights, const Activations& activations, unsigned& place,
     int batch) {
     const int steps = weights.steps;
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int first = 0; first < steps; first += G::AT_ONCE) {
         wait_for_copies<G::STAGES - 1>();
-        unsigned x[2] = {}, y[2] = {}, z[2] = {}, w[2] = {};
+        if (G::AT_ONCE > 1) __syncwarp();
 #pragma unroll
-        for (int half = 0; half < G::HALVES; ++half)
-            if (own_row() + 8 * half < batch) {
-                const uint4 a = read_shared_16(activations.place((place - weights.ring) / G::TURN, step) + half * 512);
-                x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
+        for (int own = 0; own < G::AT_ONCE; ++own) {
+            if (own > 0 && first + own >= steps) break;
+            unsigned x[2] = {}, y[2] = {}, z[2] = {}, w[2] = {};
+#pragma unroll
+            for (int half = 0; half < G::HALVES; ++half)
+                if (own_row() + 8 * half < batch) {
+                    const unsigned from = activations.place((place - weights.ring) / G::TURN, first + own);
+                    const uint4 a = read_shared_16(from + half * 512);
+                    x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
+                }
+#pragma unroll
+            for (int tile = 0; tile < G::TILES; ++tile) {
+                const uint4 b = read_shared_16(place + own * G::STEP + tile * THREADS * 16);
+                multiply_add(sum[tile], x, y, b.x, b.y, T());
+                multiply_add(sum[tile], z, w, b.z, b.w, T());
             }
-#pragma unroll
-        for (int tile = 0; tile < G::TILES; ++tile) {
-            const uint4 b = read_shared_16(place + tile * THREADS * 16);
-            multiply_add(sum[tile], x, y, b.x, b.y, T());
-            multiply_add(sum[tile], z, w, b.z, b.w, T());
         }
+        if (G::AT_ONCE > 1) __syncwarp();
         if (weights.has_more()) {
             weights.copy(place);
             activations.copy((place - weights.ring) / G::TURN, weights.step);

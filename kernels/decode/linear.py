@@ -102,8 +102,9 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         """
         self.module, self.dtype, self.head_size = module, dtype, head_size
         self._type = kind = cuda_type(dtype)
-        staged = geometries.staged_geometry(1, contract.STEP, module.shared_limit) or geometries.NARROW
-        kernels = (("norm_linear", "Narrow"), ("norm_gate_up", "NarrowPairs"), ("linear_residual", staged.name))
+        staged = geometries.staged_geometry(1, contract.STEP, capacity_of(module)) or geometries.NARROW
+        normed = geometries.norm_geometry(1, [contract.STEP], capacity_of(module), False, 0).name
+        kernels = (("norm_linear", normed), ("norm_gate_up", f"{normed}Pairs"), ("linear_residual", staged.name))
         linear = [linear_kernel(name, kind, f"decode::{geometry}") for name, geometry in kernels]
         for kernel in (*linear, attention_kernel(dtype, head_size)):
             module.load(kernel.source)
@@ -133,7 +134,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
             name = "rounded_linear" if inputs[0].weight is None else "norm_linear"
             return self._packed(prefix + name, linear, arguments)
         if len(inputs) == 1:
-            geometry = geometries.norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
+            geometry = geometries.norm_geometry(batch, widths, capacity_of(self.module), False, ranks)
             kernel = self._kernel(f"{prefix}norm_linear", geometry.name, linear, inputs[0].weight is not None)
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
@@ -150,7 +151,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         if linear.is_packed:
             name = "norm_" if is_normed else "rounded_" if normed.values.dtype == "float32" else ""
             return self._packed(f"{prefix}{name}gate_up", linear, arguments)
-        geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
+        geometry = geometries.norm_geometry(batch, [normed.columns], capacity_of(self.module), True, linear.ranks)
         kernel = self._kernel(f"{prefix}norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, 2, linear, shared, arguments)
@@ -170,7 +171,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         prefix, arguments = self._arguments([normed], *own, beside=(normed_argument(through, self.dtype),))
         if linear.is_packed:
             return self._packed(f"{prefix}token_gate", linear, arguments)
-        geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, False, linear.ranks)
+        geometry = geometries.norm_geometry(batch, [normed.columns], capacity_of(self.module), False, linear.ranks)
         shared = geometry.norm_bytes(1, 1, batch, normed.columns, linear.ranks)
         kernel = self._kernel(f"{prefix}token_gate", geometry.name, linear)
         return self._launch(kernel, geometry, 1, linear, shared, arguments)
@@ -183,7 +184,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         check_room("output", output, batch, linear.width)
         limit, ranks = self.module.shared_limit, linear.ranks
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        staged = geometries.staged_geometry(batch, columns, limit, ranks)
+        staged = geometries.staged_geometry(batch, columns, capacity_of(self.module), ranks)
         geometry = staged or geometries.residual_geometry(batch, limit, ranks)
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),

@@ -119,13 +119,17 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
     const T* row[G::TILES];
     unsigned ring;  // the thread's place in shared memory
     int rows, columns, steps, column, step, unit;
-    int own_steps;  // in which the thread's columns exist
+    int own_steps;  // in which the columns exist that the thread copies
+    // Lanes beside each other copy a row's columns of a stage, and such a copy's lanes so many rows.
+    static constexpr int LANES = 4 * G::AT_ONCE, ROWS = TILE_ROWS / G::AT_ONCE;
+    static_assert(G::AT_ONCE == 1 || (!ADAPTED && G::UNIT == TILE_ROWS), "others have steps of their own");
 
     __device__ Weights(const Linear& linear, char* shared)
         : adapters(linear), weight(static_cast<const T*>(linear.weight)),
           ring(in_register(shared_address(shared) + threadIdx.x * 16)), rows(linear.rows), columns(linear.columns),
-          steps(linear.steps), column(own_column(linear.steps)), step(0), unit(first_unit()),
+          steps(linear.steps), column(own_column(linear.steps) + own_later() * 32), step(0), unit(first_unit()),
           own_steps(in_register((linear.columns - column + 31) >> 5)) {
+        if (G::AT_ONCE > 1) own_steps = min(own_steps, steps - own_later());
         start_unit();
 #pragma unroll(ADAPTED ? 1 : G::STAGES)
         for (int stage = 0; stage < G::STAGES; ++stage) {
@@ -179,7 +183,7 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
             }
 #pragma unroll
         for (int tile = 0; tile < G::TILES; ++tile) {
-            const int line = min(first + tile * distance + own_row(), last) + tile * beyond;
+            const int line = min(first + tile * distance + copied_row(), last) + tile * beyond;
             row[tile] = source + static_cast<size_t>(line) * columns + column;
         }
     }
@@ -189,14 +193,25 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
         return place == ring + G::TURNS - G::TURN ? ring : place + G::TURN;
     }
     __device__ bool has_more() const { return unit < rows; }  // the same for all threads of a block
-    // Behind the last column zeros are put into the ring.
+    // The first row of a tile that the lane copies; by how many steps its columns are behind the stage's first ones.
+    __device__ static int copied_row() { return threadIdx.x % 32 / LANES; }
+    __device__ static int own_later() { return threadIdx.x % LANES / 4; }
+    // Behind the last column, and of several steps behind the last row, zeros are put into the ring. place: the thread's, of
+    // what it multiplies; what it copies others may.
     __device__ void copy(unsigned place) const {
+        if (G::AT_ONCE > 1) place += (copied_row() * 4 + own_quad() - threadIdx.x % 32) * 16 + own_later() * G::STEP;
 #pragma unroll
         for (int tile = 0; tile < G::TILES; ++tile)
-            copy_async_16(place + tile * THREADS * 16, row[tile] + step * 32, step < own_steps);
+#pragma unroll
+            for (int i = 0; i < G::AT_ONCE; ++i) {
+                const bool exists = step < own_steps && (G::AT_ONCE == 1 || unit + copied_row() + i * ROWS < rows);
+                const T* from = row[tile] + static_cast<size_t>(i * ROWS) * columns + step * 32;
+                copy_async_16(place + tile * THREADS * 16 + i * ROWS * 64, from, exists);
+            }
     }
     __device__ void advance() {
-        if (++step == steps) {
+        step += G::AT_ONCE;
+        if (G::AT_ONCE > 1 ? step >= steps : step == steps) {
             step = 0;
             unit = unit_after(unit);
             start_unit();

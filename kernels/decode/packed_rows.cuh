@@ -15,29 +15,30 @@ namespace packed {
 // group of slices. ONE: there is one row of activations. WHOLE: all tiles and slices are. BRIEF: a warp's share of K is one
 // block, whose activations stay in registers. Sums of PASS tiles are added at once. DEPTH blocks of weights that are copied ahead
 // find room in shared memory; of 0, registers take them straight from memory. LATE: the next kernel starts when the last of
-// them are under way, lest its own come first.
-template <bool ONE_, bool WHOLE_, bool BRIEF_, int SHARING_, int WEIGHT_TILES_, int DEPTH_, bool LATE_, int PASS_, int EVERY_,
-          int SCALES_, int MODE_, bool PAIRED>
+// them are under way, lest its own come first. BULK: the tensor memory accelerator copies blocks of whole tiles and slices.
+template <bool ONE_, bool WHOLE_, bool BRIEF_, int SHARING_, int WEIGHT_TILES_, int DEPTH_, bool LATE_, bool BULK_, int PASS_,
+          int EVERY_, int SCALES_, int MODE_, bool PAIRED>
 struct RowsGeometry : Format<SCALES_, MODE_> {
     using Own = Format<SCALES_, MODE_>;
-    static constexpr bool ONE = ONE_, WHOLE = WHOLE_, BRIEF = BRIEF_, LATE = LATE_;
+    static constexpr bool ONE = ONE_, WHOLE = WHOLE_, BRIEF = BRIEF_, LATE = LATE_, BULK = BULK_ && WHOLE;
     static constexpr int SHARING = SHARING_, TEAMS = SLICES / SHARING, ROWS = ONE ? 1 : 8, WEIGHT_TILES = WEIGHT_TILES_;
     static constexpr int DEPTH = DEPTH_, HALVES = 1, STAGES = DEPTH > 0 ? DEPTH : 1;  // as stage_normalized asks
     static constexpr int PASS = PASS_, EVERY = EVERY_, SCALES = SCALES_, MODE = MODE_, SUMS = PAIRED ? 2 : 1;
     static constexpr int TILES = 2 * WEIGHT_TILES, UNIT = 8 * TILES / SUMS, PAIRS = UNIT / 2;  // of 8 rows; output columns
     static constexpr int PIECES = Own::TAIL_BYTES / 16, SLOT_BYTES = TILES * Own::BLOCK_BYTES;  // of what follows codes
-    // Shared memory: rings of weights, sums of slices [2, SLICES, PASS, ROWS, STRIDE], then sums of norms, the norms' weights
+    // Shared memory: rings of weights, their barriers, sums of slices [2, SLICES, PASS, ROWS, STRIDE], then sums of norms, the norms' weights
     // and activations [steps, rows, 64 bytes].
     static constexpr int STRIDE = 8 * TILES + 4, TILE = ROWS * STRIDE, OF_SLICE = PASS * TILE, AREA = SLICES * OF_SLICE;
-    static constexpr int AREAS_BEGIN = SLICES * DEPTH * SLOT_BYTES, BEHIND = AREAS_BEGIN + 2 * AREA * 4;
+    static constexpr int BARRIERS_BEGIN = SLICES * DEPTH * SLOT_BYTES;
+    static constexpr int AREAS_BEGIN = BARRIERS_BEGIN + (BULK_ ? SLICES * DEPTH * 8 : 0), BEHIND = AREAS_BEGIN + 2 * AREA * 4;
     static constexpr int NORM_SUMS = 8 * SUM_STRIDE * 4;
     static_assert(SHARING == SLICES ? EVERY_ == BLOCK_STEPS : SHARING * 2 == SLICES ? EVERY_ % 2 == 0 : SHARING == GROUPS,
                   "a warp's share is whole blocks of weights");
     static_assert(PASS % TEAMS == 0 && PASS * ROWS * PAIRS <= decode::THREADS, "a thread writes two outputs of a pass at most");
     static __device__ constexpr int norm_bytes(int batch, int steps) { return BEHIND + NORM_SUMS + SLICES * steps * 64 * (1 + batch); }
 };
-static_assert(RowsGeometry<true, true, false, 8, 2, 3, true, 4, 2, 2, ZEROS, false>::norm_bytes(1, 3) == HOST_ONE_ROW_BYTES &&
-                  RowsGeometry<false, false, false, 4, 1, 2, true, 4, 1, 1, ANY, true>::norm_bytes(5, 3) == HOST_ROWS_BYTES,
+static_assert(RowsGeometry<true, true, false, 8, 2, 3, true, true, 4, 2, 2, ZEROS, false>::norm_bytes(1, 3) == HOST_ONE_ROW_BYTES &&
+                  RowsGeometry<false, false, false, 4, 1, 2, true, false, 4, 1, 1, ANY, true>::norm_bytes(5, 3) == HOST_ROWS_BYTES,
               "the host gives blocks their shared memory");
 
 template <typename G> __device__ __forceinline__ int team_of_warp() { return G::TEAMS == 1 ? 0 : threadIdx.x / 32 / G::SHARING; }
@@ -78,11 +79,19 @@ template <typename G> struct Sixteen {
 
 // They come through a ring in shared memory; those behind the last column and the last row are zeros there.
 template <typename G> struct Stream : Blocks<G> {
-    unsigned ring, slot, place;
+    unsigned ring, slot, place, barriers, parity;  // of BULK, the barriers of the warp's slots, and that of their turn
 
     __device__ Stream(const Linear& linear, const char* shared) : Blocks<G>(linear) {
         ring = slot = place = in_register(shared_address(shared) + threadIdx.x / 32 * G::DEPTH * G::SLOT_BYTES);
+        if constexpr (G::BULK) {
+            barriers = shared_address(shared) + G::BARRIERS_BEGIN + threadIdx.x / 32 * G::DEPTH * 8, parity = 0;
+            if (threadIdx.x % 32 == 0)
+                for (int i = 0; i < G::DEPTH; ++i) start_barrier(barriers + i * 8, 1);
+            publish_barriers();
+            __syncwarp();
+        }
     }
+    __device__ unsigned barrier(unsigned place) const { return barriers + (place - ring) / G::SLOT_BYTES * 8; }
     __device__ __forceinline__ void start() {
 #pragma unroll
         for (int i = 0; i < G::DEPTH; ++i) copy(false);
@@ -93,19 +102,8 @@ template <typename G> struct Stream : Blocks<G> {
     // Copies the next block, as a group of its own.
     __device__ __forceinline__ void copy(bool has_begun = true) {
         if (this->tile < this->tiles) {
-            const int lane = threadIdx.x % 32;
-#pragma unroll
-            for (int i = 0; i < G::TILES; ++i)
-#pragma unroll
-                for (int piece = 0; piece < G::TAIL_BEGIN; piece += 512)
-                    copy_async_16(slot + i * G::BLOCK_BYTES + piece + lane * 16, this->next + (this->offset(i) + piece), this->exists(i));
-#pragma unroll
-            for (int first = 0; first < G::TILES * G::PIECES; first += 32) {
-                const int piece = first + lane, i = piece / G::PIECES;
-                const int begin = G::TAIL_BEGIN + piece % G::PIECES * 16;
-                if (i < G::TILES)
-                    copy_async_16(slot + i * G::BLOCK_BYTES + begin, this->next + (this->offset(i) + begin - lane * 16), this->exists(i));
-            }
+            if constexpr (G::BULK) copy_bulk();
+            else copy_pieces();
             this->advance();
         } else if (G::LATE && has_begun) {
             launch_next_kernel();
@@ -113,8 +111,31 @@ template <typename G> struct Stream : Blocks<G> {
         commit_copies();
         slot = following(slot);
     }
+    __device__ __forceinline__ void copy_pieces() const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < G::TILES; ++i)
+#pragma unroll
+            for (int piece = 0; piece < G::TAIL_BEGIN; piece += 512)
+                copy_async_16(slot + i * G::BLOCK_BYTES + piece + lane * 16, this->next + (this->offset(i) + piece), this->exists(i));
+#pragma unroll
+        for (int first = 0; first < G::TILES * G::PIECES; first += 32) {
+            const int piece = first + lane, i = piece / G::PIECES;
+            const int begin = G::TAIL_BEGIN + piece % G::PIECES * 16;
+            if (i < G::TILES)
+                copy_async_16(slot + i * G::BLOCK_BYTES + begin, this->next + (this->offset(i) + begin - lane * 16), this->exists(i));
+        }
+    }
+    __device__ __forceinline__ void copy_bulk() const {
+        const unsigned lane = threadIdx.x % 32;
+        if (lane == 0) expect_bytes<G::SLOT_BYTES>(barrier(slot));
+        __syncwarp();
+        if (lane < G::TILES)
+            copy_bytes<G::BLOCK_BYTES>(slot + lane * G::BLOCK_BYTES, this->next + (this->offset(lane) - static_cast<int>(lane) * 16), barrier(slot));
+    }
     __device__ __forceinline__ void begin() const {
-        wait_for_copies<G::DEPTH - 1>();
+        if constexpr (G::BULK) wait_for_barrier(barrier(place), parity);
+        else wait_for_copies<G::DEPTH - 1>();
         __syncwarp();  // other lanes' scales have come
     }
     // Of the block that is multiplied now, the m-th 16 rows.
@@ -126,6 +147,7 @@ template <typename G> struct Stream : Blocks<G> {
         __syncwarp();  // all have been read
         copy();
         place = following(place);
+        if (G::BULK && place == ring) parity ^= 1;
         return held;
     }
     __device__ void load(int) const {}
@@ -324,11 +346,11 @@ __device__ __forceinline__ void multiply_input(const Arguments& arguments, const
 
 #define ROWS_KERNEL(NAME, ARGUMENTS)                                                                                   \
     template <typename T, bool ONE, bool WHOLE, bool BRIEF, int SHARING, int WEIGHT_TILES, int DEPTH, bool LATE,      \
-              int PASS, int EVERY, int SCALES, int MODE, int BLOCKS>                                                   \
+              bool BULK, int PASS, int EVERY, int SCALES, int MODE, int BLOCKS>                                        \
     __global__ void __launch_bounds__(decode::THREADS, BLOCKS) NAME(const __grid_constant__ ARGUMENTS arguments)
 
 #define ROWS_GEOMETRY(PAIRED)                                                                                          \
-    RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, LATE, PASS, EVERY, SCALES, MODE, PAIRED>
+    RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, LATE, BULK, PASS, EVERY, SCALES, MODE, PAIRED>
 
 }  // namespace packed
 }  // namespace decode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
@@ -24,7 +25,9 @@ _OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _DEEP_TILES, _FINE_B
 )
 #: By rows and columns, of plain layouts where there are many multiprocessors.
 _MEASURED = {tuple(each[:2]): each[2:] for each in fitted(_FITTED, "measured")[0]}
-_MOST_PLAIN_ROWS, _APART, _FILLING = fitted(_FITTED, "most_plain_rows", "apart", "filling")
+_MOST_PLAIN_ROWS, _APART, _FILLING, _FILLING_ALONE = fitted(
+    _FITTED, *("most_plain_rows", "apart", "filling", "filling_alone")
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class PackedRows:
     `sharing` (16, 8 or 4) share K of a tile of `weight_tiles` times 16 weight rows; each has room for `depth` blocks of
     weights of it in shared memory; 0: they come straight into registers. Sums of `at_once` tiles are added at once.
     `blocks` are on a multiprocessor, where `resident` have registers. `one`: a row of activations alone. `late`: the
-    next kernel starts when all weights are under way.
+    next kernel starts when all weights are under way. `bulk`: whole blocks of weights are copied at once where all tiles
+    and slices are whole.
     """
 
     one: bool
@@ -45,20 +49,24 @@ class PackedRows:
     blocks: int
     resident: int = 2
     late: bool = False
+    bulk: bool = False
 
     def shared_bytes(self, block_bytes: int, columns: int, batch: int, normed: bool) -> int:
         """Bytes of a block. `block_bytes`: of `DeviceLayout`."""
         rows = 1 if self.one else 8
-        weights = SLICES * self.depth * 2 * self.weight_tiles * block_bytes
+        weights = SLICES * self.depth * (2 * self.weight_tiles * block_bytes + 8 * self.bulk)
         sums = 2 * SLICES * self.at_once * rows * (16 * self.weight_tiles + 4) * 4
         staged = SLICES * slice_steps(columns) * 64
         return weights + sums + staged * batch + (NORM_SUMS_BYTES + staged if normed else 0)
 
-    def smaller(self) -> PackedRows:
-        """What needs less memory: sums of fewer tiles at once, else a shorter ring, else one block."""
-        if self.at_once > SLICES // self.sharing:
-            return replace(self, at_once=self.at_once // 2)
-        return replace(self, depth=self.depth - 1) if self.depth > 2 else replace(self, blocks=1)
+    def smaller(self) -> Iterator[PackedRows]:
+        """The same in less and less memory: sums of fewer tiles at once, then shorter rings; at last one block."""
+        way = self
+        while way.at_once >= SLICES // self.sharing:
+            yield way
+            at_once, way = way.at_once, replace(way, at_once=way.at_once // 2)
+        yield from (replace(self, at_once=at_once, depth=depth) for depth in range(self.depth - 1, 1, -1))
+        yield replace(self, blocks=1)
 
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles."""
@@ -75,13 +83,13 @@ def packed_rows_kernel(
 ) -> Kernel:
     """A kernel of packed_rows.cu, or of another file by its device code; `macros` are those of the kernels of few
     rows."""
-    sizes = way.sharing, way.weight_tiles, way.depth, way.late, way.at_once, slices_end_every(layout.columns)
+    sizes = way.sharing, way.weight_tiles, way.depth, way.late, way.bulk, way.at_once, slices_end_every(layout.columns)
     whole = layout.rows % (2 * way.weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
     brief = way.sharing == SLICES and slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
     last = layout.scales, layout.mode, way.resident
     chosen = ", ".join(str(each).lower() for each in (way.one, whole, brief, *sizes, *last))
     own = (
-        ("HOST_ONE_ROW_BYTES", PackedRows(True, 8, 2, 3, 4, 1).shared_bytes(576, 3 * 512, 1, True)),
+        ("HOST_ONE_ROW_BYTES", PackedRows(True, 8, 2, 3, 4, 1, bulk=True).shared_bytes(576, 3 * 512, 1, True)),
         ("HOST_ROWS_BYTES", PackedRows(False, 4, 1, 2, 4, 1).shared_bytes(528, 3 * 512, 5, True)),
     )
     expression = f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>"
@@ -114,9 +122,10 @@ def packed_rows(
 def packed_rows_ways(
     batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool, experts_rows: int = 0
 ) -> list[PackedRows]:
-    """All that have room, the fastest first. Of one row, a multiprocessor has room for all its blocks at once."""
-    many = gpu.has_clusters and gpu.multiprocessors > FEW_MULTIPROCESSORS
-    most = _MOST_PLAIN_ROWS if many and is_plain(layout) and not experts_rows else MAX_PACKED_ROWS
+    """All that have room, the fastest first. Of one row, and on few multiprocessors, a multiprocessor has room for all its
+    blocks at once."""
+    few = gpu.multiprocessors <= FEW_MULTIPROCESSORS
+    most = _MOST_PLAIN_ROWS if gpu.has_clusters and not few and is_plain(layout) and not experts_rows else MAX_PACKED_ROWS
     if batch > most:
         return []
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
@@ -131,26 +140,30 @@ def packed_rows_ways(
     def needed(way: PackedRows) -> int:
         return way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
 
+    def room(way: PackedRows) -> int:
+        return block_share(gpu.shared_limit, way.blocks)
+
     for weight_tiles, depth, blocks, resident, *more in forms:
-        late, most = (*more, False, 0)[:2]
+        late, most, bulk = (*more, *(False, 0, False)[len(more) :])
         most = most or (8 // weight_tiles if one else 2)
         tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
         at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))
-        way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident, bool(late))
-        beside = one and way.grid(layout.rows, gpu)[0] > gpu.multiprocessors
-        while beside and way.blocks > 1 and needed(way) > block_share(gpu.shared_limit, way.blocks):
-            way = way.smaller()
+        way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident, late, bulk)
+        if (one or few) and way.grid(layout.rows, gpu)[0] > gpu.multiprocessors:
+            way = next(each for each in way.smaller() if each.blocks == 1 or needed(each) <= room(each))
         if needed(way) <= gpu.shared_limit:
             found.append(way)
     return found
 
 
 def _filling_forms(batch: int, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:
-    """What was found fast for a row where few multiprocessors overlap kernels: blocks that fill their shared memory, of
-    matrices that have a tile for each."""
-    few = gpu.has_clusters and gpu.multiprocessors <= FEW_MULTIPROCESSORS
-    fill = layout.rows >= 2 * 2 * BLOCK_ROWS * 2 * gpu.multiprocessors
-    return _FILLING if few and batch == 1 and is_plain(layout) and fill else ()
+    """What was found fast for a row on few multiprocessors: blocks that fill their shared memory, of matrices that have a
+    tile for each."""
+    if gpu.multiprocessors > FEW_MULTIPROCESSORS or batch > 1 or not is_plain(layout):
+        return ()
+    forms: tuple[tuple[int, ...], ...] = _FILLING if gpu.has_clusters else _FILLING_ALONE
+    weight_tiles, _, blocks, *_ = forms[0]
+    return forms if layout.rows >= 2 * weight_tiles * BLOCK_ROWS * blocks * gpu.multiprocessors else ()
 
 
 def _experts_forms(rows: int, sharing: int, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:

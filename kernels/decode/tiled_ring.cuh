@@ -182,10 +182,10 @@ template <typename T, typename G, typename Source> struct Accelerator {
         if (threadIdx.x == 0) {
             Ring each = ring;
             for (int i = 0; i < ring.stages; ++i, each.advance()) {
-                start(each.full(), 1);
-                start(each.empty(), TILED_WARPS);
+                start_barrier(each.full(), 1);
+                start_barrier(each.empty(), TILED_WARPS);
             }
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            publish_barriers();
             Chunk early = next;
             for (int i = 0; i < ring.stages - 1 && early.exists(); ++i, early.advance()) copy_weights(early);
         }
@@ -194,7 +194,7 @@ template <typename T, typename G, typename Source> struct Accelerator {
         for (int i = 0; i < ring.stages - 1 && next.exists(); ++i, next.advance())
             if (threadIdx.x == 0) copy_activations();
     }
-    __device__ void wait() const { wait_for(ring.full(), ring.parity); }
+    __device__ void wait() const { wait_for_barrier(ring.full(), ring.parity); }
     __device__ void refill() const {}
     // The chunk has been read by the warp. The one before it, which most warps have read, is what is filled again.
     __device__ void release() {
@@ -204,7 +204,7 @@ template <typename T, typename G, typename Source> struct Accelerator {
         ring.advance();
         if (!next.exists()) return;
         if (threadIdx.x == 32 * asks) {
-            wait_for(next.ring.empty(), next.ring.parity ^ 1);
+            wait_for_barrier(next.ring.empty(), next.ring.parity ^ 1);
             copy_weights(next);
             copy_activations();
         }
@@ -213,16 +213,6 @@ template <typename T, typename G, typename Source> struct Accelerator {
     }
 
   private:
-    static __device__ void start(unsigned barrier, int count) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-    }
-    static __device__ void wait_for(unsigned barrier, int parity) {
-        asm volatile(
-            "{\n.reg .pred ready;\nagain:\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 ready, [%0], %1;\n@!ready bra again;\n}" ::"r"(barrier),
-            "r"(parity)
-            : "memory");
-    }
     static __device__ void copy(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) {
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -232,8 +222,7 @@ template <typename T, typename G, typename Source> struct Accelerator {
     }
     __device__ void copy_weights(const Chunk& at) const {
         const unsigned full = at.ring.full();
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "n"(G::STAGE_BYTES)
-                     : "memory");
+        expect_bytes<G::STAGE_BYTES>(full);
 #pragma unroll
         for (int half = 0; half < G::SUMS; ++half) {
             const bool low = G::ADAPTED && at.tile < 0;

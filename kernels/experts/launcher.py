@@ -21,7 +21,7 @@ from edgellm.kernels.decode.arguments import (
     rows_of,
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, slice_steps
-from edgellm.kernels.decode.geometries import DEEP, NARROW, Geometry, block_share
+from edgellm.kernels.decode.geometries import DEEP, LINES, NARROW, Geometry, block_share, takes_lines
 from edgellm.kernels.decode.linear import LINEAR_MACROS
 from edgellm.kernels.decode.packed_rows import packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
@@ -184,7 +184,7 @@ class CudaExperts:
         if most is None or (layout is not None and layout.compute != self.dtype):
             raise KernelError(f"experts of [{height}, {columns}] ({layout}) have no kernel of {self.dtype} here")
         if layout is None:
-            geometry, tiles, needed = dense_geometry(most, columns, gated, gpu.shared_limit)
+            geometry, tiles, needed = dense_geometry(most, columns, gated, gpu)
             name = f"decode::{geometry.name}{'Pairs' if gated else ''}"
             arguments = f"{self._type}, {name}, experts::{how.kind.upper()}, {str(most > 1).lower()}"
             kernel = decode_kernel("experts/dense_rows.cu", f"experts::dense<{arguments}>", macros)
@@ -203,12 +203,14 @@ class CudaExperts:
         return most, (kernel, blocks, needed)
 
 
-def dense_geometry(pairs: int, columns: int, gated: bool, shared_limit: int) -> tuple[Geometry, int, int]:
+def dense_geometry(pairs: int, columns: int, gated: bool, gpu: Capacity) -> tuple[Geometry, int, int]:
     """How dense experts are multiplied with so many rows of so many columns: how blocks work, tiles of 8 weight rows of
     a unit, and their shared memory."""
     staged = SLICES * slice_steps(columns) * STEP * 2 * pairs
-    is_deep = not gated and DEEP.ring_bytes(1) + staged <= block_share(shared_limit, DEEP.blocks_per_multiprocessor)
-    geometry = DEEP if is_deep else NARROW
+    room = block_share(gpu.shared_limit, DEEP.blocks_per_multiprocessor)
+    geometry = DEEP if not gated and DEEP.ring_bytes(1) + staged <= room else NARROW
+    if takes_lines(pairs, LINES.ring_bytes(1 + gated) + staged, gpu):
+        geometry = LINES
     return geometry, 1 + gated, geometry.ring_bytes(1 + gated) + staged
 
 
@@ -222,7 +224,7 @@ def pairs_at_once(
     height, columns = matrix
     for pairs in (8, 4, 2, 1) if 1 < rows <= MAX_TILED_ROWS else (1,):
         if layout is None:
-            needed = dense_geometry(pairs, columns, gated, gpu.shared_limit)[2]
+            needed = dense_geometry(pairs, columns, gated, gpu)[2]
         else:
             way = packed_rows(pairs, replace(layout, rows=height * active), gpu, normed=False, experts_rows=rows)
             if way is None:
