@@ -125,7 +125,9 @@ def packed_rows_ways(
     """All that have room, the fastest first. Of one row, and on few multiprocessors, a multiprocessor has room for all its
     blocks at once."""
     few = gpu.multiprocessors <= FEW_MULTIPROCESSORS
-    most = _MOST_PLAIN_ROWS if gpu.has_clusters and not few and is_plain(layout) and not experts_rows else MAX_PACKED_ROWS
+    most = (
+        _MOST_PLAIN_ROWS if gpu.has_clusters and not few and is_plain(layout) and not experts_rows else MAX_PACKED_ROWS
+    )
     if batch > most:
         return []
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
