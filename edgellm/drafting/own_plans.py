@@ -120,7 +120,7 @@ REFRESHED = 64
 KEPT, PUT_OFF, MOST_KEPT, LEAST_KEPT = 7, 0.25, 128, 20
 #: Where the host is late, a plain step between rounds takes twice as long as those in a row, and the first ones of a
 #: process too. So behind the first so many rounds, then behind twice as many each time, up to so many, `AGAIN` plain
-#: steps in a row tell what they take (tools/bench/results/2026-11-30-cpu-learner-fast-device.md).
+#: steps in a row tell what they take (tools/bench/results/2026-11-30-cpu-learner-fast-device.md.xz).
 FIRST_AGAIN, LAST_AGAIN, AGAIN = 2, 512, 7
 #: Nodes of plans that may be taken at once; how many times as large as one of which a candidate came the next may be.
 SMALL, LARGER = 8, 3

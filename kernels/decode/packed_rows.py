@@ -37,8 +37,8 @@ class PackedRows:
     `sharing` (16, 8 or 4) share K of a tile of `weight_tiles` times 16 weight rows; each has room for `depth` blocks of
     weights of it in shared memory; 0: they come straight into registers. Sums of `at_once` tiles are added at once.
     `blocks` are on a multiprocessor, where `resident` have registers. `one`: a row of activations alone. `late`: the
-    next kernel starts when all weights are under way. `bulk`: whole blocks of weights are copied at once where all tiles
-    and slices are whole.
+    next kernel starts when all weights are under way. `bulk`: blocks of weights are copied at once where all tiles and
+    slices are whole.
     """
 
     one: bool
@@ -122,8 +122,8 @@ def packed_rows(
 def packed_rows_ways(
     batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool, experts_rows: int = 0
 ) -> list[PackedRows]:
-    """All that have room, the fastest first. Of one row, and on few multiprocessors, a multiprocessor has room for all its
-    blocks at once."""
+    """All that have room, the fastest first. Of one row, and on few multiprocessors, there is room for all blocks of a
+    multiprocessor at once."""
     few = gpu.multiprocessors <= FEW_MULTIPROCESSORS
     most = (
         _MOST_PLAIN_ROWS if gpu.has_clusters and not few and is_plain(layout) and not experts_rows else MAX_PACKED_ROWS
@@ -159,8 +159,8 @@ def packed_rows_ways(
 
 
 def _filling_forms(batch: int, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:
-    """What was found fast for a row on few multiprocessors: blocks that fill their shared memory, of matrices that have a
-    tile for each."""
+    """What was found fast for a row on few multiprocessors: blocks that fill their shared memory, of matrices that have
+    a tile for each."""
     if gpu.multiprocessors > FEW_MULTIPROCESSORS or batch > 1 or not is_plain(layout):
         return ()
     forms: tuple[tuple[int, ...], ...] = _FILLING if gpu.has_clusters else _FILLING_ALONE

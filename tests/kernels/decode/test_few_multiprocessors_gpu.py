@@ -1,4 +1,4 @@
-"""What layers of few rows do on few multiprocessors has the bits that they have on the whole GPU."""
+"""Dense layers of few rows on few multiprocessors have the bits of the whole GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from expert_cases import on_gpu, random_ids, random_layer
 from gpu_device import device_copy
-from packed_weights import compute_bits, packed_copy, random_packed
+from packed_weights import compute_bits
 
 from edgellm.kernels.decode import linear as launches
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import LINES
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.packed_rows import PackedRows, packed_rows_ways
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.experts import launcher
 from edgellm.kernels.experts.contract import Activation
@@ -24,6 +23,8 @@ from edgellm.kernels.experts.launcher import CudaExperts
 from edgellm.kernels.launch import Launch
 
 pytestmark = pytest.mark.gpu
+#: Launches with their outputs.
+Made = list[tuple[Launch, tuple[Any, ...]]]
 EXPERTS, CHOSEN = 8, 2
 
 
@@ -32,7 +33,7 @@ def _random(gpu: Any, dtype: str, *shape: int) -> Any:
     return device_copy(gpu, values if dtype == "float32" else compute_bits(values, dtype)[0])
 
 
-def _found(gpu: Any, made: list[tuple[Launch, tuple[Any, ...]]]) -> list[np.ndarray]:
+def _found(gpu: Any, made: Made) -> list[np.ndarray]:
     """What launches leave in their outputs."""
     found = []
     for launch, outputs in made:
@@ -43,9 +44,7 @@ def _found(gpu: Any, made: list[tuple[Launch, tuple[Any, ...]]]) -> list[np.ndar
     return found
 
 
-def _compare(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, make: Callable[[], list[tuple[Launch, tuple[Any, ...]]]]
-) -> None:
+def _compare(gpu: Any, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Made]) -> None:
     """Launches as they are, and those of the same GPU with few multiprocessors."""
     few = replace(capacity_of(gpu.kernel_module), multiprocessors=16)
     if LINES.ring_bytes(2) * 2.5 > few.shared_limit:
@@ -80,7 +79,7 @@ def test_dense_layers_in_whole_lines(gpu, rows: int, width: int, columns: int, d
     sums, kept = gpu.empty((rows, width), "float32"), gpu.empty((rows, columns), dtype)
     gates, gated = gpu.empty((rows, width // 2), dtype), gpu.empty((rows, width), dtype)
 
-    def make() -> list[tuple[Launch, tuple[Any, ...]]]:
+    def make() -> Made:
         as_it_is = NormedInput(x, None)
         return [
             (kernels.norm_linear([normed], linear, sums, 0.5, Kept(kept)), (sums, kept)),
@@ -103,41 +102,9 @@ def test_dense_experts_in_whole_lines(gpu, rows: int, monkeypatch: pytest.Monkey
     x, y = _random(gpu, "float16", rows, 2048), _random(gpu, "float16", rows, CHOSEN * 768)
     inner, outer = gpu.empty((rows, CHOSEN * 768), "float16"), gpu.empty((rows, CHOSEN * 2048), "float32")
 
-    def make() -> list[tuple[Launch, tuple[Any, ...]]]:
+    def make() -> Made:
         gate_up = kernels.gate_up(x, ids, layers[0], Activation(), inner)
         return [(gate_up, (inner,)), (kernels.down(y, ids, layers[1], outer), (outer,))]
 
     monkeypatch.setattr(launcher, "pairs_at_once", lambda *_: min(rows, 2))
     _compare(gpu, monkeypatch, make)
-
-
-@pytest.mark.parametrize(("width", "columns"), [(9600, 2048), (1024, 4096), (160, 8192), (1024, 768)])
-@pytest.mark.parametrize(("weight_tiles", "depth"), [(2, 3), (1, 2), (2, 2)])
-def test_bulk_copies_bring_what_copies_of_sixteen_bytes_do(
-    gpu, width: int, columns: int, weight_tiles: int, depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of tiles and slices that are whole; others are not copied so, whatever a way says."""
-    if not gpu.kernel_module.has_clusters:
-        pytest.skip("there is no tensor memory accelerator")
-    dtype, kernels = "float16", CudaDecodeKernels(gpu.kernel_module, "float16", 64)
-    packed = packed_copy(gpu, random_packed(width, columns, 128, False, dtype, codes="int4"), dtype)
-    linear = LinearWeights(packed, _random(gpu, dtype, width))
-    x, residual = _random(gpu, dtype, 1, columns), _random(gpu, "float32", 1, width)
-    normed = NormedInput(_random(gpu, "float32", 1, columns), _random(gpu, dtype, columns), 1e-5, 1.0)
-    sums, gates = gpu.empty((1, width), "float32"), gpu.empty((1, width // 2), dtype)
-    usual = packed_rows_ways(1, packed.layout, capacity_of(gpu.kernel_module), normed=True)[0]
-    at_once = 16 // usual.sharing
-
-    def computed(way: PackedRows) -> list[np.ndarray]:
-        monkeypatch.setattr(launches, "packed_rows", lambda *_: way)
-        made = [
-            (kernels.norm_linear([normed], linear, sums), (sums,)),
-            (kernels.norm_gate_up(normed, linear, "silu", gates), (gates,)),
-            (kernels.linear_residual(x, linear, residual, sums), (sums,)),
-        ]
-        return _found(gpu, made)
-
-    way = PackedRows(True, usual.sharing, weight_tiles, depth, at_once, 1)
-    for bulk in (False, True):
-        for found, wanted in zip(computed(replace(way, bulk=bulk)), computed(usual), strict=True):
-            np.testing.assert_array_equal(found, wanted, err_msg=f"bulk {bulk}")
