@@ -146,11 +146,11 @@ def packed_rows_ways(
         return block_share(gpu.shared_limit, way.blocks)
 
     for weight_tiles, depth, blocks, resident, *more in forms:
-        late, most, bulk = (*more, *(False, 0, False)[len(more) :])
+        late, most, bulk = (*more, 0, 0, 0)[:3]
         most = most or (8 // weight_tiles if one else 2)
         tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
         at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))
-        way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident, late, bulk)
+        way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident, bool(late), bool(bulk))
         if (one or few) and way.grid(layout.rows, gpu)[0] > gpu.multiprocessors:
             way = next(each for each in way.smaller() if each.blocks == 1 or needed(each) <= room(each))
         if needed(way) <= gpu.shared_limit:
