@@ -85,6 +85,15 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_disk() -> Iterator[None]:
+    """What tests write need not outlast a loss of power: waiting for the disk was more than half of the time in which
+    a directory is built."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 def once_each(compute: Callable[..., Any], at_most: int) -> Callable[..., Any]:
     """A function that computes what it is asked for once, and forgets all when that is so many values."""
     computed: dict[str, Any] = {}
