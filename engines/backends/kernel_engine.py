@@ -32,6 +32,7 @@ from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray
+from edgellm.kernels.launch import run_beside
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.row_runs import DenseRows, PackedLayout, PackedRuns, RunsLayout
 
@@ -179,7 +180,7 @@ class KernelEngine(BoundEngine):
             run = Launching(self._kernels, program, arrays, lows)
             starts = dict(_layer_begins(program.steps))
             first = program.steps.index(program.attentions[0]) - 1 if program.attentions else None
-            begins = list[int]()
+            begins, before = list[int](), None
             for number, (way, step) in enumerate(zip(self.choice.implementations, program.steps, strict=True)):
                 lead = way.lead(number)
                 begins.append(begins[lead] if lead < number else len(launches))
@@ -187,10 +188,15 @@ class KernelEngine(BoundEngine):
                     self._layer_starts[begins[number]] = starts[number]
                 if TOKEN_ROWS in step.reads and not self._rows_taken:
                     self._rows_taken = begins[number]
-                if lead == number:
-                    launches += [] if way.joins(step, run) else run.added()
-                    # The first attention reads KV rows early, which whatever was enqueued before may have written.
-                    launches += way.launches(step, run, next_early=number != first)
+                if lead < number:
+                    continue
+                added = [] if way.joins(step, run) else run.added()
+                # The first attention reads KV rows early, which whatever was enqueued before may have written.
+                own = way.launches(step, run, next_early=number != first)
+                if before is not None and own and not added and _are_apart(before, step):
+                    run_beside(own[0], launches[-1])
+                launches += added + own
+                before = step if own else None
             launches += run.added()
         return launches
 
@@ -210,6 +216,14 @@ class KernelEngine(BoundEngine):
             nbytes = math.prod(size) * ITEM_SIZES[self._own(kind)]
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return layout, offset
+
+
+def _are_apart(before: Step, step: Step) -> bool:
+    """Whether a step neither takes what the one before it writes nor writes what that one works on."""
+    reads, writes, theirs, written = (
+        {*map(without_layer, names)} for names in (step.reads, step.writes, before.reads, before.writes)
+    )
+    return written.isdisjoint(reads | writes) and theirs.isdisjoint(writes)
 
 
 def _layer_begins(steps: tuple[Step, ...]) -> Iterator[tuple[int, int]]:
