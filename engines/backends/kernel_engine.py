@@ -189,6 +189,7 @@ class KernelEngine(BoundEngine):
                 if TOKEN_ROWS in step.reads and not self._rows_taken:
                     self._rows_taken = begins[number]
                 if lead < number:
+                    before = None
                     continue
                 added = [] if way.joins(step, run) else run.added()
                 # The first attention reads KV rows early, which whatever was enqueued before may have written.
