@@ -70,7 +70,9 @@ class RouteRows(Implementation[Any]):
 
     def launches(self, step: NormLinear, run: Launching, next_early: bool) -> list[Any]:
         (normed,), kept = run.parts(step.inputs[0]), run.kept(step.keep)
-        return [run.kernels.experts.route(normed, run.weights(step.linear), kept, *_chosen(self._choice(run.program), run))]
+        return [
+            run.kernels.experts.route(normed, run.weights(step.linear), kept, *_chosen(self._choice(run.program), run))
+        ]
 
     def _choice(self, program: Program) -> ChooseExperts:
         choice = program.steps[self.first + 1]

@@ -18,15 +18,7 @@ from packed_weights import GGUF_FORMATS
 
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.experts.contract import (
-    ROUTED_ROWS,
-    Activation,
-    Addition,
-    Choice,
-    ExpertWeights,
-    Routed,
-    Routing,
-)
+from edgellm.kernels.experts.contract import ROUTED_ROWS, Activation, Addition, Choice, ExpertWeights, Routed, Routing
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
 from edgellm.kernels.launch import run_beside
 from edgellm.kernels.quantization.packed_weight import PackedWeight
