@@ -180,7 +180,7 @@ class KernelEngine(BoundEngine):
             run = Launching(self._kernels, program, arrays, lows)
             starts = dict(_layer_begins(program.steps))
             first = program.steps.index(program.attentions[0]) - 1 if program.attentions else None
-            begins, before = list[int](), None
+            begins = list[int]()
             for number, (way, step) in enumerate(zip(self.choice.implementations, program.steps, strict=True)):
                 lead = way.lead(number)
                 begins.append(begins[lead] if lead < number else len(launches))
@@ -188,16 +188,13 @@ class KernelEngine(BoundEngine):
                     self._layer_starts[begins[number]] = starts[number]
                 if TOKEN_ROWS in step.reads and not self._rows_taken:
                     self._rows_taken = begins[number]
-                if lead < number:
-                    before = None
-                    continue
-                added = [] if way.joins(step, run) else run.added()
-                # The first attention reads KV rows early, which whatever was enqueued before may have written.
-                own = way.launches(step, run, next_early=number != first)
-                if before is not None and own and not added and _are_apart(before, step):
-                    run_beside(own[0], launches[-1])
-                launches += added + own
-                before = step if own else None
+                if lead == number:
+                    launches += [] if way.joins(step, run) else run.added()
+                    # The first attention reads KV rows early, which whatever was enqueued before may have written.
+                    own = way.launches(step, run, next_early=number != first)
+                    if number and _are_apart(program.steps[number - 1], step):
+                        run_beside(own[0], launches[-1])
+                    launches += own
             launches += run.added()
         return launches
 

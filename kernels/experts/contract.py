@@ -24,8 +24,6 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatri
 
 #: The most experts of a layer, each lane of a warp has so many 32nds of them, and the most that a row goes through.
 MAX_EXPERTS, MAX_CHOSEN = 512, 32
-#: The most rows of a launch that multiplies by the router and chooses.
-ROUTED_ROWS = 2
 #: The most pairs of a row and an expert of one launch: the second axis of its grid.
 MAX_PAIRS = 65_535
 #: The rows that tiles may have, and how many pairs an expert has at most, on average, for the first ones to be faster

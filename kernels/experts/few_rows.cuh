@@ -110,10 +110,10 @@ __device__ __forceinline__ bool find_group(const Product& given, Group& group) {
 }
 
 // Gates and ups wait first, unless they run beside the previous kernel, and only then let the next one begin. (LATE: even later,
-// elsewhere.) So downs, whose blocks run when
-// all of theirs have, know their experts, and begin to read them, before they wait for gates and ups: what these waited for has
-// finished, with all that it wrote, and so has every kernel before it (see wait_for_previous_kernel), also the choice. ids are read
-// past the first-level cache; nothing overwrites them before downs have ended, as who does waits for these.
+// elsewhere.) So downs, whose blocks run when all of theirs have, know their experts, and begin to read them, before they wait for
+// gates and ups: what these, or who let them run beside it, waited for has finished, with all that it wrote, and so has every kernel
+// before it (see wait_for_previous_kernel), also the choice. ids are read past the first-level cache; nothing overwrites them before
+// downs have ended, as who does waits for these.
 template <int KIND, bool LATE = false> __device__ __forceinline__ void begin_behind_choice(const Product& given) {
     if (KIND != SUMS && !given.beside) wait_for_previous_kernel();
     if (!LATE) launch_next_kernel();

@@ -13,19 +13,16 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode.arguments import (
     THREADS,
     LinearArgument,
-    NormedArgument,
     addresses,
     check_room,
     cuda_type,
     decode_kernel,
-    kept_argument,
     linear_argument,
-    normed_argument,
     rows_of,
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, slice_steps
 from edgellm.kernels.decode.geometries import DEEP, NARROW, Geometry, block_share
-from edgellm.kernels.decode.linear import LINEAR_MACROS, NormLinearArgument
+from edgellm.kernels.decode.linear import LINEAR_MACROS
 from edgellm.kernels.decode.packed_rows import packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.decode.tilings import Capacity
@@ -35,8 +32,6 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ADDING_THREADS = 128
-#: The most blocks of a cluster that all GPUs with such have.
-_CLUSTER = 8
 #: Of a block's own variables, at most.
 _GROUP_BYTES = 64
 #: Blocks of one launch of dense experts: so many times what the GPU has at once, where pairs have work for as many.
@@ -82,7 +77,6 @@ _CHOICE_MACROS = (
     ("HOST_ADDITION_BYTES", ctypes.sizeof(_Addition)),
     ("HOST_ADDING_THREADS", _ADDING_THREADS),
 )
-_ROUTE_MACROS = (*LINEAR_MACROS, *_CHOICE_MACROS, ("HOST_ROUTED_ROWS", contract.ROUTED_ROWS))
 _PRODUCT_MACROS = (*LINEAR_MACROS, ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)))
 
 
@@ -93,32 +87,13 @@ class CudaExperts:
         self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
 
     def choose(self, choice, routed):
-        kernel, grid, arguments = self._choice(choice, routed, "choice.cu", "choose", _CHOICE_MACROS)
-        return Launch(self.module, kernel, grid, 32, 0, arguments)
-
-    def route(self, normed, router, kept, choice, routed):
-        """See `NumpyExperts.route`, of up to `ROUTED_ROWS` rows."""
-        experts, columns = router.weight.shape
-        batch = rows_of(normed.values)
-        if batch > contract.ROUTED_ROWS or router.adapters is not None or router.is_packed:
-            raise KernelError(f"{batch} rows, or weights that are packed or have adapters, are routed by two launches")
-        kernel, _, own = self._choice(choice, routed, "route.cu", "route", _ROUTE_MACROS)
-        layer, kept = linear_argument(router, batch, experts, 1.0), kept_argument(kept, columns)
-        arguments = NormLinearArgument((NormedArgument * 2)(normed_argument(normed, self.dtype)), layer, kept, 0, True)
-        blocks = min(_CLUSTER, -(-experts // 8))
-        shared = DEEP.norm_bytes(1, 1, batch, columns)
-        grid = blocks, 1, 1
-        return Launch(self.module, kernel, grid, THREADS, shared, (arguments, *own), grid)
-
-    def _choice(self, choice, routed, file, name, macros):
-        """The kernel of a file that chooses, its grid of a block for each row, and its arguments."""
         routing, scores, correction, shared, own, scales = choice
         experts, chosen, rows = routing.experts, routing.chosen, scores.size // routing.experts
         reason = contract.experts_refusal(experts, chosen)
         if reason is not None or scores.dtype != "float32":
             raise KernelError(reason or f"scores of experts are {scores.dtype}; expected float32")
-        check_room("expert_ids", routed.expert_ids, rows, chosen)
-        check_room("expert_weights", routed.expert_weights, rows, chosen)
+        for name, array in (("expert_ids", routed.expert_ids), ("expert_weights", routed.expert_weights)):
+            check_room(name, array, rows, chosen)
         x, gate = shared or (None, None)
         if x is not None and (x.shape[-1] % 8 or {x.dtype, *(() if gate is None else (gate.dtype,))} != {self.dtype}):
             raise KernelError(f"rows {x.dtype} {list(x.shape)} have no shared expert; expected {self.dtype} in eights")
@@ -129,8 +104,8 @@ class CudaExperts:
             *(True, routing.epsilon, routing.scale),
         )
         each = 1 << (-(-experts // 32) - 1).bit_length()  # of a lane
-        kernel = decode_kernel(f"experts/{file}", f"experts::{name}<{self._type}, {each}>", macros)
-        return kernel, (rows, 1, 1), (argument, *map(ctypes.c_void_p, addresses(*routed)))
+        kernel = decode_kernel("experts/choice.cu", f"experts::choose<{self._type}, {each}>", _CHOICE_MACROS)
+        return Launch(self.module, kernel, (rows, 1, 1), 32, 0, (argument, *map(ctypes.c_void_p, addresses(*routed))))
 
     def gate_up(self, x, expert_ids, experts, how, output):
         return self._product(x, expert_ids, experts, output, how)

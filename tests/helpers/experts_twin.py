@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from decode_twins import NumpyDecodeKernels, gated, product, rows_of, write
+from decode_twins import gated, product, rows_of, write
 from device_weights import from_device_layout
 from launched_twins import launched
 
@@ -45,17 +44,6 @@ class NumpyExperts:
         if shared is not None and routed.shared_weights is not None:
             x, gate = shared
             write(routed.shared_weights, sigmoid(rows_of(x) @ gate.reshape(-1, 1)))
-
-    def route(self, normed: Any, router: LinearWeights, kept: Any, choice: Choice, routed: Routed) -> NumpyLaunch:
-        """What the layer of a `router` gives of what is `normed`, and what each row then chooses."""
-        linear = NumpyDecodeKernels().norm_linear([normed], router, choice.scores, 1.0, kept)
-        chosen = self.choose(choice, routed)
-
-        def compute() -> None:
-            linear()
-            chosen()
-
-        return NumpyLaunch(compute)
 
     @launched
     def gate_up(

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from edgellm.engines.backends.steps.implementation import Implementation, kept_scratch, step_rows
 from edgellm.engines.backends.steps.launching import Launching
-from edgellm.engines.backends.steps.linear import FewRows, prepares_inside
 from edgellm.engines.model.expert_steps import ChooseExperts, DownExperts, GateUpExperts
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import NormLinear, Step
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.experts.contract import (
     MAX_PAIRS,
-    ROUTED_ROWS,
     Addition,
     Choice,
     ExpertWeights,
@@ -45,39 +41,12 @@ class ChooseByRow(Implementation[ChooseExperts]):
         return {name: program.kinds[name] for name in names[: 2 + (step.gate is not None)]}
 
     def launches(self, step: ChooseExperts, run: Launching, next_early: bool) -> list[Any]:
-        return [run.kernels.experts.choose(*_chosen(step, run))]
-
-
-@dataclass(frozen=True)
-class RouteRows(Implementation[Any]):
-    """Runs a router's layer, the step `first` of a program, and the choice behind it in one launch."""
-
-    first: int
-    name = "kernels of experts"
-
-    @staticmethod
-    def takes(router: NormLinear, choice: Step, program: Program) -> bool:
-        """Whether two steps, the first of which kernels of few rows run, are these of few rows without adapters."""
-        is_choice = isinstance(choice, ChooseExperts) and choice.scores == router.output
-        few = step_rows(router, program) <= ROUTED_ROWS and router.linear.name not in program.adapted
-        return is_choice and few and prepares_inside(router, program) and len(router.inputs) == 1 and router.scale == 1
-
-    def lead(self, number: int) -> int:
-        return self.first
-
-    def scratch(self, step: NormLinear, program: Program) -> Edge:
-        return FewRows().scratch(step, program) | ChooseByRow().scratch(self._choice(program), program)
-
-    def launches(self, step: NormLinear, run: Launching, next_early: bool) -> list[Any]:
-        (normed,), kept = run.parts(step.inputs[0]), run.kept(step.keep)
-        return [
-            run.kernels.experts.route(normed, run.weights(step.linear), kept, *_chosen(self._choice(run.program), run))
-        ]
-
-    def _choice(self, program: Program) -> ChooseExperts:
-        choice = program.steps[self.first + 1]
-        assert isinstance(choice, ChooseExperts)
-        return choice
+        array, gate = run.array, step.gate
+        shared = None if gate is None else (array(step.given), array(gate.weight.name))
+        routed = _routed(run, step.output, step.shares, None if gate is None else step.shared_shares)
+        scores, correction, scales = array(step.scores), run.found(step.correction), run.found(step.scales)
+        choice = Choice(step.mixture.routing, scores, correction, shared, step.own, scales)
+        return [run.kernels.experts.choose(choice, routed)]
 
 
 class _Pairs(Implementation[Any]):
@@ -141,15 +110,6 @@ def addition_of(step: DownExperts, run: Launching) -> Addition:
     """What the products of a row's experts are added to."""
     routed = _routed(run, step.ids, step.shares, step.shared_shares)
     return Addition(routed, run.found(step.residual), run.array(step.output), step.scale, run.found(step.shared))
-
-
-def _chosen(step: ChooseExperts, run: Launching) -> tuple[Choice, Routed]:
-    """What a choice takes and where it leaves what is chosen."""
-    array, gate = run.array, step.gate
-    shared = None if gate is None else (array(step.given), array(gate.weight.name))
-    routed = _routed(run, step.output, step.shares, None if gate is None else step.shared_shares)
-    scores, correction, scales = array(step.scores), run.found(step.correction), run.found(step.scales)
-    return Choice(step.mixture.routing, scores, correction, shared, step.own, scales), routed
 
 
 def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:

@@ -191,9 +191,6 @@ def choose(
             return None, f"kernels cannot run {step.title}: {reason}"
         preferred = [each for each in possible if type(each) in only] or possible
         chosen.append(_fastest(preferred, step, program, gpu))
-    for number, (step, behind) in enumerate(pairwise(program.steps)):
-        if gpu.has_clusters and type(chosen[number]) is FewRows and experts.RouteRows.takes(step, behind, program):
-            chosen[number : number + 2] = [experts.RouteRows(number)] * 2
     return Choice(tuple(chosen)), ""
 
 

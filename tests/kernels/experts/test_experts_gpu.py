@@ -18,7 +18,7 @@ from packed_weights import GGUF_FORMATS
 
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.experts.contract import ROUTED_ROWS, Activation, Addition, Choice, ExpertWeights, Routed, Routing
+from edgellm.kernels.experts.contract import Activation, Addition, Choice, ExpertWeights, Routed, Routing
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
 from edgellm.kernels.launch import run_beside
 from edgellm.kernels.quantization.packed_weight import PackedWeight
@@ -89,35 +89,6 @@ def test_equal_scores_are_chosen_by_the_lower_ids(gpu) -> None:
     given = device_copy(gpu, scores)
     kernels.choose(Choice(Routing(70, 3), given), routed)()
     assert gpu.download(routed.expert_ids).tolist() == [[0, 1, 2], [0, 40, 69]]
-
-
-@pytest.mark.parametrize("rows", [1, ROUTED_ROWS])
-@pytest.mark.parametrize("name", ROUTINGS)
-def test_one_launch_routes_as_two_do(gpu, name: str, rows: int) -> None:
-    """Ids, shares, and what is kept have the same bits."""
-    own, hidden, dtype = ROUTINGS[name], 1032, "bfloat16"
-    kernels, dense = CudaExperts(gpu.kernel_module, dtype), CudaDecodeKernels(gpu.kernel_module, dtype, 64)
-    random = np.random.default_rng(5)
-    matrix, weight, gate, bias = (
-        device_copy(gpu, to_bits(random.standard_normal(shape, np.float32) / 16, dtype))
-        for shape in ((own.experts, hidden), (hidden,), (1, hidden), (own.experts,))
-    )
-    x = device_copy(gpu, random.standard_normal((rows, hidden), np.float32))
-    correction = device_copy(gpu, random_scores(own, rows)[1])
-    scores, router = gpu.empty((rows, own.experts), "float32"), LinearWeights(matrix, bias)
-    found = list[list[np.ndarray]]()
-    for in_one in (True, False):
-        kept, routed = gpu.zeros((rows, hidden), dtype), routed_on(gpu, rows, own.chosen, True)
-        choice, normed = Choice(own, scores, correction, (kept, gate)), NormedInput(x, weight, 1e-5)
-        if in_one:
-            kernels.route(normed, router, Kept(kept), choice, routed)()
-        else:
-            dense.norm_linear([normed], router, scores, 1.0, Kept(kept))()
-            kernels.choose(choice, routed)()
-        found.append([gpu.download(each) for each in (kept, *routed)])
-    for one, two in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, two)
-    assert found[0][1].any()
 
 
 def of_dense_layers(
@@ -313,9 +284,8 @@ def test_rows_have_the_same_bits_alone_and_among_others(gpu, kind: str, name: st
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("in_one", [True, False])
-def test_overlapping_launches_multiply_by_what_was_just_chosen(gpu, rows: int, in_one: bool) -> None:
-    """A captured step of router and choice, an expert of all rows, gates and ups, and downs, behind one of other rows,
+def test_overlapping_launches_multiply_by_what_was_just_chosen(gpu, rows: int) -> None:
+    """A captured step of router, choice, an expert of all rows, gates and ups, and downs, behind one of other rows,
     some of which run beside others: with the bits of launches that wait for each other."""
     own, hidden, size, dtype = ROUTINGS["qwen3"], 512, 256, "float16"
     kernels, dense = CudaExperts(gpu.kernel_module, dtype), CudaDecodeKernels(gpu.kernel_module, dtype, 64)
@@ -339,21 +309,19 @@ def test_overlapping_launches_multiply_by_what_was_just_chosen(gpu, rows: int, i
     total, counters = gpu.empty((rows, hidden), "float32"), gpu.zeros((rows, counter_words(hidden)), "uint32")
     choice, routed = Choice(own, scores, None, (kept, gate)), routed_on(gpu, rows, own.chosen, True)
 
-    def launches(in_one: bool) -> list[Any]:
-        normed, matrix = NormedInput(x, weight, 1e-5), LinearWeights(router)
-        routing = [dense.norm_linear([normed], matrix, scores, 1.0, Kept(kept)), kernels.choose(choice, routed)]
+    def launches() -> list[Any]:
         return [
-            *([kernels.route(normed, matrix, Kept(kept), choice, routed)] if in_one else routing),
+            dense.norm_linear([NormedInput(x, weight, 1e-5)], LinearWeights(router), scores, 1.0, Kept(kept)),
+            kernels.choose(choice, routed),
             dense.norm_gate_up(NormedInput(kept, None), of_all[0], "silu", shared_inner),
             dense.norm_linear([NormedInput(shared_inner, None)], of_all[1], shared),
             kernels.gate_up(kept, routed.expert_ids, layers[0], Activation(), inner),
             kernels.down_add(inner, layers[1], products, Addition(routed, x, total, 1.0, shared), counters),
         ]
 
-    apart, together = launches(False), launches(in_one)
-    if not in_one:
-        run_beside(together[2], together[1])
-    run_beside(together[-2], together[-3])
+    apart, together = launches(), launches()
+    for number in (2, 4):
+        run_beside(together[number], together[number - 1])
     for launch in together:
         launch.overlap_previous()
         launch()
