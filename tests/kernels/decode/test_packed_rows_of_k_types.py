@@ -19,13 +19,15 @@ H200 = Capacity()
 
 def form(format: WeightFormat, rows: int, columns: int, gpu: Capacity = H200, experts: int = 0, batch: int = 1):
     """Weight tiles, depth, blocks, how many find room, and whether the next kernel is late."""
-    way = packed_rows(batch, DeviceLayout(format, rows, columns, dtype="float16"), gpu, False, experts)
+    way = packed_rows(batch, DeviceLayout(format, rows, columns, multiplied="float32"), gpu, False, experts)
     assert way is not None
     return way.weight_tiles, way.depth, way.blocks, way.resident, way.late
 
 
 @pytest.mark.parametrize("format", [Q4_K, Q6_K], ids=["q4_k", "q6_k"])
-@pytest.mark.parametrize(("rows", "columns"), [(12_288, 2048), (16_384, 768), (8192, 2048), (16_384, 512), (8192, 1792)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(12_288, 2048), (16_384, 768), (8192, 2048), (16_384, 512), (8192, 1792)]
+)
 def test_experts_weights_come_straight_into_registers(format: WeightFormat, rows: int, columns: int) -> None:
     """Those of Qwen3-30B-A3B, Qwen3.5-35B-A3B and LFM2-8B-A1B, of one row."""
     assert form(format, rows, columns, experts=1) == (1, 0, 2, 2, False)
