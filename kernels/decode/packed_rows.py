@@ -22,11 +22,10 @@ _FITTED = "packed layers of few rows"
 _OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _DEEP_TILES, _FINE_BYTES, _EXPERTS = fitted(
     _FITTED, *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "deep_tiles", "fine_bytes", "experts")
 )
-#: By rows and columns, of plain layouts, and of K types, where there are many multiprocessors.
-_MEASURED, _K_TYPES = (
-    {tuple(each[:2]): each[2:] for each in table} for table in fitted(_FITTED, "measured", "k_types")
-)
-_MOST_PLAIN_ROWS, _APART, _K_EXPERTS = fitted(_FITTED, "most_plain_rows", "apart", "k_experts")
+_K_EXPERTS, _K_TYPES = fitted(_FITTED, "k_experts", "k_types")
+#: By rows and columns, of plain layouts where there are many multiprocessors.
+_MEASURED = {tuple(each[:2]): each[2:] for each in fitted(_FITTED, "measured")[0]}
+_MOST_PLAIN_ROWS, _APART = fitted(_FITTED, "most_plain_rows", "apart")
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,9 @@ def _k_form(layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[int,
     if of_experts:
         return _K_EXPERTS if share == 1 else None
     fills = 3 / 4 < layout.rows / (2 * BLOCK_ROWS * gpu.multiprocessors) <= 1
-    return _EIGHT_TILES if fills and share == 2 else _K_TYPES.get((layout.rows, layout.columns))
+    if fills and share == 2:
+        return _EIGHT_TILES
+    return next((form for rows, columns, *form in _K_TYPES if (rows, columns) == (layout.rows, layout.columns)), None)
 
 
 def _forms(batch: int, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[tuple[int, ...], ...]:
