@@ -147,7 +147,7 @@ def _k_form(layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[int,
     fills = 3 / 4 < layout.rows / (2 * BLOCK_ROWS * gpu.multiprocessors) <= 1
     if fills and share == 2:
         return _EIGHT_TILES
-    return next((form for rows, columns, *form in _K_TYPES if (rows, columns) == (layout.rows, layout.columns)), None)
+    return next((tuple(each[2:]) for each in _K_TYPES if tuple(each[:2]) == (layout.rows, layout.columns)), None)
 
 
 def _forms(batch: int, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[tuple[int, ...], ...]:
