@@ -259,9 +259,10 @@ def run_beside(launch: Any, before: Any) -> None:
     """Let a launch run beside the one before it, of which it takes nothing, where the kernels of both can: it starts
     when that one has waited for its own predecessor, and waits in the end. Not beside what itself runs so, nor beside
     what adds to a residual stream, which everyone may take."""
-    own, other = (getattr(each, "_arguments", (None,))[0] for each in (launch, before))
-    adds = hasattr(other, "added")
-    if not adds and hasattr(own, "beside") and hasattr(other, "next_early") and not getattr(other, "beside", 0):
+    given: list[Any] = [getattr(each, "_arguments", (None,))[0] for each in (launch, before)]
+    own, other = given
+    can = hasattr(own, "beside") and hasattr(other, "next_early") and not hasattr(other, "added")
+    if can and not getattr(other, "beside", 0):
         own.beside, other.next_early = 1, 0
 
 
