@@ -13,12 +13,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from edgellm.engines.backends.base import check_rows, row_pieces
+from edgellm.engines.backends.pinned_ring import RING_BYTES, PinnedRing
 from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError, MissingDependencyError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.gpu import find_gpu
@@ -31,6 +32,8 @@ _PINNED_SLOTS = 8
 #: Bytes that arrays side by side take together at least: the driver rounds each allocation up to 2 MiB, and one of all
 #: bytes may not be there where memory is in pieces, as on a Jetson.
 _PIECE = 256 << 20
+#: Bytes of an array that pinned buffers make faster, which costs the host some more calls.
+_LARGE = 1 << 20
 #: Where an array in such a piece begins.
 _ALIGNMENT = 256
 
@@ -122,6 +125,9 @@ class DeviceTimestamp:
 class CudaDevice:
     """A GPU, by its index (None: see `find_gpu`): its primary context (current in the calling thread until `close`), or
     what a tool that measures in a part of the GPU puts in its place, and one stream."""
+
+    #: Within `large_uploads`.
+    _ring: PinnedRing | None = None
 
     def __init__(self, index: int | None = None) -> None:
         try:
@@ -220,8 +226,36 @@ class CudaDevice:
                 f"cannot upload {values.dtype} {values.shape} into a device array of {array.dtype} {array.shape}"
             )
         values = np.ascontiguousarray(values)
-        if array.nbytes:
+        if self._ring is not None and array.nbytes >= _LARGE:
+            self._ring.upload(array.pointer, [values])
+        elif array.nbytes:
             self._cuda.memcpy_htod_async(array.pointer, values, self.stream)
+
+    def upload_parts(self, array: DeviceArray, parts: Sequence[np.ndarray]) -> None:
+        """Copy the bytes of `parts`, each in C order, one behind the other: as many as the array has."""
+        if self._ring is not None:
+            self._ring.upload(array.pointer, parts)
+            return
+        pointer = array.pointer
+        for part in parts:
+            self._cuda.memcpy_htod_async(pointer, part, self.stream)
+            pointer += part.nbytes
+
+    @contextmanager
+    def large_uploads(self, nbytes: int) -> Iterator[None]:
+        """Within, where so many bytes are uploaded in all, large arrays go by way of pinned buffers, which are there
+        until then: faster. Where there is no memory for these, or they would not pay, nothing is different."""
+        ring = None
+        if nbytes >= RING_BYTES:
+            with suppress(DeviceMemoryError):
+                ring = self._ring = PinnedRing(self._cuda, self.stream, self.host_memory(RING_BYTES))
+        try:
+            yield
+        finally:
+            self._ring = None
+            if ring is not None:
+                with self.current():
+                    ring.close()
 
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
         if target.shape != source.shape or target.dtype != source.dtype:

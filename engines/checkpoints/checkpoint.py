@@ -388,6 +388,8 @@ class Checkpoint(Closing):
                 if not stored.optional:
                     missing.append(f"missing: {name} {_written(stored.forms[0][0])}")
                 continue
+            if stored.fits(info.shape, info.dtype):
+                continue
             if (expected := stored.shape_problem(info.shape)) is not None:
                 problems.append(f"wrong shape: {name} is {_written(info.shape)}, expected {expected}")
             if (expected := stored.dtype_problem(info.shape, info.dtype)) is not None:

@@ -84,7 +84,9 @@ class PackQuantized(layouts.Layout):
         if self.whole:
             scales = np.repeat(scales, rows, 0)
             zeros = None if zeros is None else np.repeat(zeros, rows, 0)
-        format = replace(self.format(tensors.dtype("weight_scale")), permuted=order is not None)
+        format = self.format(tensors.dtype("weight_scale"))
+        if format.permuted and order is None:
+            format = replace(format, permuted=False)
         return StoredWeight(format, (codes,), scales, zeros, order)
 
     def _zeros(self, tensors: layouts.LinearTensors, rows: int, groups: int) -> np.ndarray | None:

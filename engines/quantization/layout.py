@@ -49,6 +49,10 @@ class Stored:
         """One with a single shape."""
         return cls(((shape, dtypes),), optional)
 
+    def fits(self, shape: tuple[int, ...], dtype: str) -> bool:
+        """Whether a tensor may have such a shape and dtype."""
+        return any(shape == expected and dtype in dtypes for expected, dtypes in self.forms)
+
     def shape_problem(self, shape: tuple[int, ...]) -> str | None:
         """Which shapes are expected, in words, where `shape` is none of them."""
         if any(shape == expected for expected, _ in self.forms):
@@ -128,12 +132,11 @@ class LinearTensors:
 
     def check(self, ending: str, good: np.ndarray, values: np.ndarray, expected: str) -> None:
         """CheckpointError for the first value that is not `good`, of as many."""
+        if good.all():
+            return
         wrong = np.flatnonzero(~np.broadcast_to(good, values.shape))
-        if wrong.size:
-            where = [int(index) for index in np.unravel_index(wrong[0], values.shape)]
-            raise self.error(
-                ending, f"{values.flat[wrong[0]]} at {where} ({wrong.size} such of {values.size})", expected
-            )
+        where = [int(index) for index in np.unravel_index(wrong[0], values.shape)]
+        raise self.error(ending, f"{values.flat[wrong[0]]} at {where} ({wrong.size} such of {values.size})", expected)
 
     def error(self, ending: str, found: str, expected: str) -> CheckpointError:
         """The error for a tensor that holds what it must not."""
