@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +371,7 @@ class Checkpoint(Closing):
         layout, module = self.layout(name, shape), name.removesuffix(_WEIGHT)
         if layout is None:
             return {name: Stored.of(tuple(shape), *stored_tensors.STORAGE)}
-        return {f"{module}.{ending}": stored for ending, stored in layout.tensors(*shape).items()}
+        return {f"{module}.{ending}": stored for ending, stored in _tensors(layout, *shape).items()}
 
     def _misfit(self, name: str, shape: Sequence[int]) -> list[str]:
         """Why a weight of this shape cannot have the layout that it is said to have: one line, or none."""
@@ -451,6 +451,12 @@ def not_finite_error(info: TensorInfo, values: np.ndarray, index: int) -> Checkp
         "no answer computed with it is of use. Copy the checkpoint anew from its source and build the engine directory "
         "again; where the source has it so, take another release of the model"
     )
+
+
+@lru_cache
+def _tensors(layout: Layout, rows: int, columns: int) -> Mapping[str, Stored]:
+    """The same for each of thousands of experts."""
+    return layout.tensors(rows, columns)
 
 
 def _written(shape: Sequence[int]) -> str:
