@@ -19,7 +19,7 @@ import numpy as np
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_backend import CudaBackend
-from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
+from edgellm.engines.backends.cuda_events import DeviceReadback, DeviceTransfer
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.rank_memory import RankedArray, RankMemory, RankStreams, reach_each_other
