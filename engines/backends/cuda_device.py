@@ -161,16 +161,13 @@ class CudaDevice:
             raise EngineError(
                 f"cannot upload {values.dtype} {values.shape} into a device array of {array.dtype} {array.shape}"
             )
-        values = np.ascontiguousarray(values)
-        if self._ring is not None and array.nbytes >= _LARGE:
-            self._ring.upload(array.pointer, [values])
-        elif array.nbytes:
-            self._cuda.memcpy_htod_async(array.pointer, values, self.stream)
+        if array.nbytes:
+            self.upload_parts(array, [np.ascontiguousarray(values)])
 
     def upload_parts(self, array: DeviceArray, parts: Sequence[np.ndarray]) -> None:
         """Copy the bytes of `parts`, each in C order, one behind the other: as many as the array has."""
         pointer = array.pointer
-        if self._ring is not None:
+        if self._ring is not None and array.nbytes >= _LARGE:
             self._ring.upload(pointer, parts)
             return
         for part in parts:
@@ -181,14 +178,13 @@ class CudaDevice:
     def large_uploads(self, nbytes: int) -> Iterator[None]:
         """Within, where so many bytes are uploaded in all, large arrays go by way of pinned buffers, which are there
         until then: faster. Where there is no memory for these, or they would not pay, nothing is different."""
-        ring = None
-        if nbytes >= RING_BYTES:
-            with suppress(DeviceMemoryError):
-                ring = self._ring = PinnedRing(self._cuda, self.stream, self.host_memory(RING_BYTES))
+        with suppress(DeviceMemoryError):
+            if nbytes >= RING_BYTES:
+                self._ring = PinnedRing(self._cuda, self.stream, self.host_memory(RING_BYTES))
         try:
             yield
         finally:
-            self._ring = None
+            ring, self._ring = self._ring, None
             if ring is not None:
                 with self.current():
                     ring.close()

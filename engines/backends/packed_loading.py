@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -20,7 +21,7 @@ from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import takes_runs
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import check_finite, computed_ahead, iterate_weight_parts
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import CheckpointError, EngineError
 from edgellm.engines.formats.tensors import contiguous
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.sharding import Cut
@@ -202,8 +203,9 @@ def _prepare(
 ) -> list[_Prepared | _Dense]:
     """The runs of rows of a weight, or of a cut of it, each of one format, or dense; of one tensor in the layout that
     the whole has, if the parts are to be `alike`: its scales decide that."""
-    runs, found, first = list[list[Any]](), list[_Prepared | _Dense](), 0
-    for name, shape in spec.parts:
+    stacked = None if cut else _stacked(checkpoint, spec, dtype)
+    runs, found, first = [[stacked]] if stacked else list[list[Any]](), list[_Prepared | _Dense](), 0
+    for name, shape in () if stacked else spec.parts:
         own, first = cut and cut.within(first, shape[0]), first + shape[0]
         if own is not None and not own.ranges:  # an expert of another rank
             continue
@@ -238,6 +240,21 @@ def _prepare(
         tails = None if in_blocks else np.ascontiguousarray(tail_bytes(weight, layout))
         found.append(_Prepared(layout, weight.codes, tails, InputPermutation.of(weight)))
     return found
+
+
+def _stacked(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> StoredWeight | None:
+    """All experts of a layer, hundreds that are alike, read as one; None where they are to be read one by one: their
+    layouts do not stack, or one of them is not as it should be, which is said of it then."""
+    (name, shape), *others = spec.parts
+    layout, format = checkpoint.layout(name, shape), checkpoint.weight_format(name, shape)
+    if not spec.experts or layout is None or format is None or layout_refusal(format, dtype) is not None:
+        return None
+    alike = all(size == shape and checkpoint.layout(other, size) is layout for other, size in others)
+    if not alike or not layout.stacks(shape[0]):
+        return None
+    with suppress(CheckpointError):
+        return checkpoint.stored(name, shape, [other for other, _ in others])
+    return None
 
 
 def _belong_together(one: StoredWeight | _Dense, other: StoredWeight | _Dense) -> bool:

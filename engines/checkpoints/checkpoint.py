@@ -284,15 +284,16 @@ class Checkpoint(Closing):
         stored = self.stored(name, shape)
         return None if stored is None else stored.unpacked()
 
-    def stored(self, name: str, shape: Sequence[int]) -> StoredWeight | None:
+    def stored(self, name: str, shape: Sequence[int], others: Sequence[str] = ()) -> StoredWeight | None:
         """A packed weight [N, K], its values checked, its codes as they are in the file; None for one that is dense.
-        Raises CheckpointError for tensors that are missing, mis-shaped, or hold what no weight has."""
-        read = self.reader(name, shape)
+        Behind its rows are those of `others` of the same shape, if its layout `stacks`. Raises CheckpointError for
+        tensors that are missing, mis-shaped, or hold what no weight has."""
+        read = self.reader(name, shape, others)
         return None if read is None else read()
 
-    def reader(self, name: str, shape: Sequence[int]) -> Callable[..., StoredWeight] | None:
-        """What gives `stored` whenever it is called, also once the checkpoint is closed. Of `rows`, int [n], it gives
-        these alone, and reads no others."""
+    def reader(self, name: str, shape: Sequence[int], others: Sequence[str] = ()) -> Callable[..., StoredWeight] | None:
+        """What gives `stored` whenever it is called, if of one weight also once the checkpoint is closed. Of `rows`,
+        int [n], it gives these alone, and reads no others."""
         layout = self.layout(name, shape)
         if layout is None:
             return None
@@ -301,8 +302,9 @@ class Checkpoint(Closing):
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
         copies = name in self._layouts  # those of GGUF files, which are read whenever `read` is called
-        lookup = self._typed if copies else {each: self._typed(each) for each in wanted}.get
-        tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), lookup)
+        lookup = self._typed if copies or others else {each: self._typed(each) for each in wanted}.get
+        modules = [each.removesuffix(_WEIGHT) for each in (name, *others)]
+        tensors = LinearTensors(modules[0], (rows, columns), lookup, modules[1:])
         read_rows = self.row_reader(name) if copies and name == _TOKEN_ROWS else None
 
         def of_rows(rows: np.ndarray) -> LinearTensors:

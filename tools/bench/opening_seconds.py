@@ -37,12 +37,13 @@ _WATCHED: list[tuple[Any, str, str]] = [
 
 
 class OpeningSeconds:
-    """While `watching`, within `load_weights`: seconds of this thread by what it does or waits for, and of all others
-    the sums of their seconds and of those of a processor, which are fewer where they wait for the interpreter."""
+    """While `watching`, within `load_weights`: seconds of this thread by what it does or waits for (`own`), and of all
+    `others` the sums of their seconds and of those of a processor, which are fewer where they wait for the
+    interpreter."""
 
     def __init__(self) -> None:
-        self._own, self._began, self._running = dict[str, float](), 0.0, ["before"]
-        self._others = dict[str, list[float]]()
+        self.own, self.others = dict[str, float](), dict[str, list[float]]()
+        self._began, self._running = 0.0, ["before"]
         self._main, self._lock = threading.get_ident(), threading.Lock()
 
     @contextmanager
@@ -54,7 +55,7 @@ class OpeningSeconds:
             began = time.perf_counter(), time.thread_time()
             yield
             with self._lock:
-                found = self._others.setdefault(name, [0.0, 0.0])
+                found = self.others.setdefault(name, [0.0, 0.0])
                 found[0] += time.perf_counter() - began[0]
                 found[1] += time.thread_time() - began[1]
             return
@@ -68,7 +69,8 @@ class OpeningSeconds:
 
     def _change(self) -> None:
         now, name = time.perf_counter(), self._running[-1]
-        self._own[name] = self._own.get(name, 0.0) + now - self._began
+        if name != "before":
+            self.own[name] = self.own.get(name, 0.0) + now - self._began
         self._began = now
 
     def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -102,10 +104,6 @@ class OpeningSeconds:
             packed_loading.computed_ahead = ahead
             for owner, name, function in before:
                 setattr(owner, name, function)
-
-    def found(self) -> dict[str, Any]:
-        """Of this thread, and of the others in pairs."""
-        return {"own": {name: spent for name, spent in self._own.items() if name != "before"}, "threads": self._others}
 
 
 def bounds(file: Path) -> dict[str, float]:

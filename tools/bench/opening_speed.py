@@ -9,10 +9,11 @@ kernels it is `compiling_start_seconds`. `host_mib`: the largest sum of a proces
 files. `device_mib`: by how much less memory of the GPU is free at the peak than before, without a context
 (`context_mib`). `plan_mib` is what the runtime planned, `account_mib` by how much less was free after each kind of
 call, one inside another counting for the outer one, then after opening and after an answer, without a context.
-`load_seconds` are those of reading the weights to the device, at `load_gb_per_s` of their files; `seconds_of` says what
-the thread that does so did or waited for (`own`), and what those beside it took in all, in pairs with the seconds of a
-processor (`threads`); `bounds_gb_per_s` are those of 1 GiB of such a file as the driver copies it, through pinned
-buffers, and of pinned memory alone. `--starts 0` measures the rest of it alone.
+`load_seconds` are those of reading the weights to the device, without the kernels that are compiled or loaded behind
+them, at `load_gb_per_s` of their files; `seconds_of` says what the thread that does so did or waited for (`own`), and
+what those beside it took in all, in pairs with the seconds of a processor (`threads`); `bounds_gb_per_s` are those of 1
+GiB of such a file as the driver copies it, through pinned buffers, and of pinned memory alone. `--starts 0` measures
+the rest of it alone.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def account(engines: Path) -> dict[str, Any]:
     from edgellm.sampling_params import SamplingParams
 
     spent = OpeningSeconds()
-    taken, seconds, inside = dict[str, float](), dict[str, float](), []
+    taken, inside = dict[str, float](), []
 
     def free() -> float:
         return driver.mem_get_info()[0] / 2**20
@@ -175,13 +176,12 @@ def account(engines: Path) -> dict[str, Any]:
             if inside:
                 return function(*arguments, **named)
             inside.append(name)
-            before, began = free(), time.perf_counter()
+            before = free()
             try:
                 return function(*arguments, **named)
             finally:
                 inside.pop()
                 taken[name] = taken.get(name, 0.0) + before - free()
-                seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
         setattr(CudaBackend, name, watched)
 
@@ -192,14 +192,15 @@ def account(engines: Path) -> dict[str, Any]:
         opened, plan = free(), getattr(runtime._runner, "base", runtime._runner).memory_plan
         runtime.handle_request(Request(prompt="hello", params=SamplingParams(max_tokens=64)))
         left = {"opened": opened, "answered": free()}
+    seconds = sum(spent.own.values()) - spent.own["kernels"]
     files = {each.resolve() for each in engines.rglob("*") if each.suffix in (".safetensors", ".gguf")}
     return {
         "plan_mib": {name: size / 2**20 for name, size in plan.items.items()} | {"total": plan.total / 2**20},
         "account_mib": taken,
         "free_mib": left,
-        "load_seconds": seconds["load_weights"],
-        "load_gb_per_s": sum(each.stat().st_size for each in files) / 1e9 / seconds["load_weights"],
-        "seconds_of": spent.found(),
+        "load_seconds": seconds,
+        "load_gb_per_s": sum(each.stat().st_size for each in files) / 1e9 / seconds,
+        "seconds_of": {"own": spent.own, "threads": spent.others},
         "bounds_gb_per_s": bounds(max(files, key=lambda file: file.stat().st_size)),
     }
 

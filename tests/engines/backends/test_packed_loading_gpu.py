@@ -38,6 +38,7 @@ def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str, mon
     monkeypatch.setattr(packed_loading, "_PIECE", 1500)  # bytes: some rows of a layer at a time
     monkeypatch.setattr(pinned_ring, "_PIECE", 1 << 10)  # and a part in more than one buffer
     monkeypatch.setattr(cuda_device, "RING_BYTES", 3 << 10)
+    monkeypatch.setattr(cuda_device, "_LARGE", 1)
     with Checkpoint.open(GOLDENS / name) as checkpoint:
         config = decoder_config(checkpoint.config, checkpoint.generation_config)
         specs = decoder_weights(with_delta_products(config, checkpoint))
