@@ -204,7 +204,8 @@ def _prepare(
     """The runs of rows of a weight, or of a cut of it, each of one format, or dense; of one tensor in the layout that
     the whole has, if the parts are to be `alike`: its scales decide that."""
     stacked = None if cut else _stacked(checkpoint, spec, dtype)
-    runs, found, first = [[stacked]] if stacked else list[list[Any]](), list[_Prepared | _Dense](), 0
+    runs: list[list[Any]] = [[stacked]] if stacked else []
+    found, first = list[_Prepared | _Dense](), 0
     for name, shape in () if stacked else spec.parts:
         own, first = cut and cut.within(first, shape[0]), first + shape[0]
         if own is not None and not own.ranges:  # an expert of another rank
