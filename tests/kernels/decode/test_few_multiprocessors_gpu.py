@@ -1,4 +1,4 @@
-"""Dense layers of few rows on few multiprocessors have the bits of the whole GPU."""
+"""Layers of few rows on few multiprocessors have the bits of the whole GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from expert_cases import on_gpu, random_ids, random_layer
 from gpu_device import device_copy
-from packed_weights import compute_bits
+from packed_weights import compute_bits, packed_copy, random_packed
 
 from edgellm.kernels.decode import linear as launches
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import LINES
 from edgellm.kernels.decode.linear import CudaDecodeKernels
+from edgellm.kernels.decode.packed_rows import packed_rows
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.experts import launcher
 from edgellm.kernels.experts.contract import Activation
@@ -53,25 +54,16 @@ def _compare(gpu: Any, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Made]
     for module in (launches, launcher):
         monkeypatch.setattr(module, "capacity_of", lambda _: few)
     made = make()
-    assert all("decode::Lines" in launch.name for launch, _ in made)
+    assert all("decode::Lines" in launch.name or "packed::" in launch.name for launch, _ in made)
     for found, wanted in zip(_found(gpu, made), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize(
-    ("width", "columns", "dtype"),
-    [
-        (2400, 2048, "float16"),
-        (132, 520, "bfloat16"),
-        (300, 1536, "float16"),
-        (1028, 2560, "bfloat16"),
-        (64, 8, "float16"),
-    ],
-)
-def test_dense_layers_in_whole_lines(gpu, rows: int, width: int, columns: int, dtype: str, monkeypatch) -> None:
+@pytest.mark.parametrize(("width", "columns"), [(2400, 2048), (132, 520), (300, 1536), (1028, 2560), (64, 8)])
+def test_dense_layers_in_whole_lines(gpu, rows: int, width: int, columns: int, monkeypatch) -> None:
     """Of steps that are even and odd, of columns and rows that end within a piece."""
-    kernels = CudaDecodeKernels(gpu.kernel_module, dtype, 64)
+    kernels, dtype = CudaDecodeKernels(gpu.kernel_module, "float16", 64), "float16"
     linear = LinearWeights(_random(gpu, dtype, width, columns), _random(gpu, dtype, width))
     x, hidden = _random(gpu, dtype, rows, columns), _random(gpu, "float32", rows, columns)
     normed = NormedInput(hidden, _random(gpu, dtype, columns), 1e-5, 1.0)
@@ -107,4 +99,28 @@ def test_dense_experts_in_whole_lines(gpu, rows: int, monkeypatch: pytest.Monkey
         return [(gate_up, (inner,)), (kernels.down(y, ids, layers[1], outer), (outer,))]
 
     monkeypatch.setattr(launcher, "pairs_at_once", lambda *_: min(rows, 2))
+    _compare(gpu, monkeypatch, make)
+
+
+@pytest.mark.parametrize(("width", "columns"), [(4096, 2048), (1024, 8192)])
+def test_packed_layers_by_bulk_copies(gpu, width: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several tiles a block, and of several blocks of weights a warp, more than the ring has."""
+    kernels, dtype = CudaDecodeKernels(gpu.kernel_module, "float16", 64), "float16"
+    packed = packed_copy(gpu, random_packed(width, columns, 128, False, dtype, codes="int4"), dtype)
+    few = replace(capacity_of(gpu.kernel_module), multiprocessors=16)
+    way = packed_rows(1, packed.layout, few, normed=True)
+    if way is None or not way.bulk:
+        pytest.skip("there is no tensor memory accelerator, or too little shared memory")
+    linear = LinearWeights(packed, _random(gpu, dtype, width))
+    x, residual = _random(gpu, dtype, 1, columns), _random(gpu, "float32", 1, width)
+    normed = NormedInput(_random(gpu, "float32", 1, columns), _random(gpu, dtype, columns), 1e-5, 1.0)
+    sums, gates = gpu.empty((1, width), "float32"), gpu.empty((1, width // 2), dtype)
+
+    def make() -> Made:
+        return [
+            (kernels.norm_linear([normed], linear, sums), (sums,)),
+            (kernels.norm_gate_up(normed, linear, "silu", gates), (gates,)),
+            (kernels.linear_residual(x, linear, residual, sums), (sums,)),
+        ]
+
     _compare(gpu, monkeypatch, make)

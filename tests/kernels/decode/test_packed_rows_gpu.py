@@ -37,19 +37,15 @@ def _random(gpu, dtype: str, *shape: int):
 
 
 def _every_way(rows: int, layout: DeviceLayout, capacity: Capacity, normed: bool) -> list[PackedRows]:
-    """Those of this GPU, and of a part of it, where these kernels take more rows; of one row with bulk copies and
-    without."""
+    """Those of this GPU, and of a part of it, where these kernels take more rows."""
     gpus = capacity, replace(capacity, multiprocessors=16)
-    found = [way for each in gpus for way in packed_rows_ways(rows, layout, each, normed)]
-    bulk = (False, True) if capacity.has_clusters and rows == 1 else (False,)
-    return [*dict.fromkeys(replace(way, bulk=each) for way in found for each in bulk)]
+    return [*dict.fromkeys(way for each in gpus for way in packed_rows_ways(rows, layout, each, normed))]
 
 
 @pytest.mark.parametrize(
     ("rows", "width", "columns", "group", "zeros", "dtype", "codes"),
     [
         (1, 2400, 2048, 128, False, "float16", "int4"),
-        (1, 2400, 8192, 128, False, "float16", "int4"),
         (3, 2400, 2048, 128, False, "float16", "int4"),
         (8, 336, 520, 32, True, "float16", "int4"),
         (1, 336, 1024, 64, False, "bfloat16", "int4"),
