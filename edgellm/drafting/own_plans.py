@@ -61,8 +61,8 @@ class Search:
 
 
 class Account:
-    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and a tenth of what was
-    saved lately, up to `MOST_EARNED` steps. What counts is the loss since the best place of the latest `WINDOW` tokens.
+    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and what was saved lately,
+    up to `MOST_EARNED` steps. What counts is the loss since the best place of the latest `WINDOW` tokens.
 
     A text that suits the drafts has hard spells, too. So `LATER` is left for tries behind that place, more and more of
     which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late. And no round but the
@@ -71,9 +71,9 @@ class Account:
 
     #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
     WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
-    #: Of what was saved over so many tokens this share may be lost, and at most so many steps. Without it a head that
-    #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md.xz).
-    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 10.0
+    #: What was saved over so many tokens may be lost, and at most so many steps. Without it a head that gives 1.34 of
+    #: plain decoding in chats gives 1.17 (tools/bench/results/2026-11-30-cpu-learner-fast-device.md).
+    EARNED_OVER, MOST_EARNED = 1024.0, 10.0
 
     def __init__(self) -> None:
         self._tokens = self._saved = self._earned = 0.0
@@ -84,7 +84,7 @@ class Account:
     @property
     def left(self) -> float:
         """What may be lost, whatever comes of the steps under way."""
-        earned = min(self.MOST_EARNED, self.EARNED_SHARE * max(0.0, self._earned))
+        earned = min(self.MOST_EARNED, max(0.0, self._earned))
         return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self.risks)
 
     def affordable(self, cheapest: float) -> float:

@@ -165,7 +165,7 @@ def test_what_is_under_way_is_spent_until_it_has_ended() -> None:
     for _ in range(3):
         account.ended(3.0, 0.8)
     left = account.left
-    assert 0.0 < left - Account.MOST_LOST <= Account.EARNED_SHARE * 3 * 0.8
+    assert 0.0 < left - Account.MOST_LOST <= 3 * 0.8
     account.risks.append(3.0)
     account.risks.clear()
     assert account.left == left
