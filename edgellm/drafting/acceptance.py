@@ -124,6 +124,8 @@ class DraftingTally:
 #: good heads suit most texts, so that where drafting can gain the first rounds are drafted and soon tell.
 KINDS = (0.05, 0.15, 0.3, 0.45, 0.6, 0.72, 0.82, 0.9, 0.95)
 FIRST = [each / 24 for each in (2, 2, 2, 2, 3, 4, 4, 3, 2)]
+#: In every kind passages are easier and harder: the odds that a token is right are so many times as high, or as low.
+SPREAD = 2.0
 #: How likely a text is still of its kind one token later; and the share of what a round says of the kind that is
 #: believed, as rounds that follow each other have more in common than the kind.
 STAYS, BELIEVED = 1 - 1 / 200, 0.6
@@ -144,11 +146,14 @@ class _Expected:
 
     def __init__(self, plan: DraftPlan) -> None:
         gain, depths = 1.0 if plan.kind == "chain" else tree_gain(plan.tree_size - 1, plan.steps), range(plan.steps + 1)
-        self.shares = [1.0 - (1.0 - each) ** gain for each in KINDS]
-        self.tokens = [sum(share**depth for depth in depths) for share in self.shares]
+        odds = [(each / (1.0 - each) * SPREAD, each / (1.0 - each) / SPREAD) for each in KINDS]
+        #: How likely a level is right once the one before was, in easy and in hard passages; and that so many are.
+        shares = [[1.0 - (1.0 + each) ** -gain for each in both] for both in odds]
+        self.come = [[sum(share**depth for share in both) / 2 for both in shares] for depth in depths]
+        self.tokens = [sum(each) for each in zip(*self.come, strict=True)]
         #: The logarithms of how likely it gives one token, two and so on.
-        self.likely = [[depth * math.log(s) + math.log(1.0 - s) for s in self.shares] for depth in depths]
-        self.likely[-1] = [plan.steps * math.log(share) for share in self.shares]
+        ends = [[a - b for a, b in zip(*each, strict=True)] for each in pairwise(self.come)]
+        self.likely = [[math.log(each) for each in row] for row in (*ends, self.come[-1])]
         self.given = self.due = EVIDENCE
 
     def promised(self, kinds: Sequence[float]) -> float:
@@ -193,7 +198,7 @@ class AcceptanceModel:
         """The shares a_1, a_2, ... of chains, and of each tree, that should be right where the depth before was."""
         found = {}
         for plan, expected in self._plans.items():
-            come = [sum(map(mul, self._kinds, [s**depth for s in expected.shares])) for depth in range(plan.steps + 1)]
+            come = [sum(map(mul, self._kinds, row)) for row in expected.come]
             name = plan.name if plan.kind == "tree" else plan.kind
             found[name] = [right / before for before, right in pairwise(come)]
         return found
