@@ -250,8 +250,8 @@ class EngineLimits:
         """Tokens of the verify engines, ascending; the largest holds `verify_tree_size`. Empty without a draft."""
         if not self.has_draft:
             return ()
-        smaller = tuple(size for size in (8, 16, 32) if size < self.verify_tree_size)
-        return (*smaller, _rounded_up(self.verify_tree_size, 8))
+        largest = _rounded_up(self.verify_tree_size, 8)
+        return (*(size for size in (2, *GIVEN_TREES) if size < largest), largest)
 
     @cached_property
     def propose_widths(self) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def test_clocks_of_a_weight_are_those_of_the_results() -> None:
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
-        (CHAIN, ["accept-b1-t4", "propose-b1-t1", "propose-b1-t1", "verify-b1-t8"]),
+        (CHAIN, ["accept-b1-t4", "propose-b1-t1", "propose-b1-t1", "verify-b1-t4"]),
         (TREE, ["accept-b1-t5", *["propose-b1-t10"] * 3, "verify-b1-t16"]),
     ],
 )

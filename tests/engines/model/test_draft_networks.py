@@ -51,6 +51,8 @@ def test_limits_name_every_engine() -> None:
     assert names == [
         "base.decode-b1-t1-l96",
         "base.prefill-b1-t16-l96",
+        "base.verify-b1-t2-l112",
+        "base.verify-b1-t4-l112",
         "base.verify-b1-t8-l112",
         "base.verify-b1-t16-l112",
         "draft.accept-b1-t4-l112",
@@ -71,7 +73,7 @@ def test_limits_hold_every_row_of_a_round() -> None:
             assert shape.key_range <= shape.kv_rows == limits.kv_rows
             if shape.phase == "verify":
                 assert shape.selected == shape.tokens
-                assert shape.tokens % 8 == 0
+                assert shape.tokens % 8 == 0 or shape.tokens in (2, 4)
             if shape.phase == "propose":
                 assert shape.selected == shape.tokens
             if shape.model == "draft" and shape.phase in ("accept", "prefill"):
@@ -80,7 +82,8 @@ def test_limits_hold_every_row_of_a_round() -> None:
         assert widest >= max(limits.verify_tree_size, (limits.draft_steps - 1) * limits.draft_top_k)
         assert widest >= limits.draft_steps + 1
         assert limits.verify_tree_size <= limits.verify_sizes[-1] <= 64
-    assert LARGE.verify_sizes == (8, 16, 32, 64)
+    assert LARGE.verify_sizes == (2, 4, 8, 16, 32, 64)
+    assert EngineLimits(1, 16, 64, 1, 1, 2).verify_sizes == (2, 4, 8)
     assert LARGE.propose_widths == (1, 10)
     assert LARGE.tree_key_ranges == (1024, 4096, 8192 + 64)
     assert EngineLimits(1, 16, 64, 5, 1, 6).propose_widths == ()
