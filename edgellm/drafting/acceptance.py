@@ -151,9 +151,9 @@ class _Expected:
         shares = [[1.0 - (1.0 + each) ** -gain for each in both] for both in odds]
         self.come = [[sum(share**depth for share in both) / 2 for both in shares] for depth in depths]
         self.tokens = [sum(each) for each in zip(*self.come, strict=True)]
-        #: The logarithms of how likely it gives one token, two and so on.
+        #: How likely it gives one token, two and so on, as far as that is believed.
         ends = [[a - b for a, b in zip(*each, strict=True)] for each in pairwise(self.come)]
-        self.likely = [[math.log(each) for each in row] for row in (*ends, self.come[-1])]
+        self.likely = [[each**BELIEVED for each in row] for row in (*ends, self.come[-1])]
         self.given = self.due = EVIDENCE
 
     def promised(self, kinds: Sequence[float]) -> float:
@@ -176,19 +176,20 @@ class AcceptanceModel:
     def record(self, plan: DraftPlan | None, lengths: Sequence[int], steps: int = 1) -> None:
         """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences, or so many
         `steps` of another kind (None)."""
-        mean = sum(lengths) / len(lengths) if lengths else 1.0
-        kept = STAYS ** (steps if plan is None else mean)
-        self._kinds = [kept * kind + (1.0 - kept) * first for kind, first in zip(self._kinds, FIRST, strict=True)]
-        if plan is None:
-            return
-        expected, believed = self._plans[plan], BELIEVED / math.sqrt(len(lengths))
-        said = [believed * sum(each) for each in zip(*[expected.likely[length - 1] for length in lengths], strict=True)]
-        kinds = [kind * math.exp(each) for kind, each in zip(self._kinds, said, strict=True)]
-        whole = sum(kinds)
-        self._kinds = kinds = [kind / whole for kind in kinds]
-        fading = min(1.0, MEMORY / expected.due)
-        expected.given = fading * expected.given + mean - 1.0
-        expected.due = fading * expected.due + sum(map(mul, expected.tokens, kinds)) - 1.0
+        tokens = float(steps) if plan is None else sum(lengths) / len(lengths)
+        kept = STAYS**tokens
+        changed = 1.0 - kept
+        kinds = [kept * kind + changed * first for kind, first in zip(self._kinds, FIRST, strict=True)]
+        if plan is not None:
+            expected = self._plans[plan]
+            power, said = len(lengths) ** -0.5, zip(*[expected.likely[length - 1] for length in lengths], strict=True)
+            kinds = [kind * math.prod(each) ** power for kind, each in zip(kinds, said, strict=True)]
+            whole = sum(kinds)
+            kinds = [kind / whole for kind in kinds]
+            fading = min(1.0, MEMORY / expected.due)
+            expected.given = fading * expected.given + tokens - 1.0
+            expected.due = fading * expected.due + sum(map(mul, expected.tokens, kinds)) - 1.0
+        self._kinds = kinds
 
     def promises(self) -> list[tuple[DraftPlan, float]]:
         """The plans, with the tokens that a round of each should give."""

@@ -71,8 +71,8 @@ H200 = Device("H200", 0.775e-3, 1.1, 0.155, 0.010)
 ORIN = Device("Orin", 7.0e-3, 1.05, 0.105, 0.009, host=1.5e-4, ask=1e-4)
 INT4 = Device("Orin int4", 3.4e-3, 1.35, 0.25, 0.03, host=1.5e-4, ask=1e-4)
 CPU = Device("NumPy", 2.65e-3, 2.6, 0.2, 0.09, more=0.5, host=1e-4, ask=1e-4, ahead=0)
-SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, think=2e-5, rate=7.5e-5, cold=8)
-SMOLLM2 = Device("H200 SmolLM2", 0.45e-3, 1.57, 0.055, 0.033, host=1.15e-4, think=2e-5, rate=7.5e-5, cold=8)
+SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, think=2e-5, rate=5e-5, cold=8)
+SMOLLM2 = Device("H200 SmolLM2", 0.45e-3, 1.57, 0.055, 0.033, host=1.15e-4, think=2e-5, rate=5e-5, cold=8)
 
 
 @dataclass
