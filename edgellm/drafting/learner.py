@@ -44,8 +44,7 @@ class DraftingReport:
     `rounds` counts finished rounds by plan, plain steps included; `explored` those that were tried against the
     forecast. `acceptance` holds, for a draft model's chains and each of its trees, how likely depth 1, 2, ... is
     accepted in a text like this once the depth before was; of what was said before, how often candidates came over what
-    was promised.
-    `forecasts` are sorted, the fastest first.
+    was promised. `forecasts` are sorted, the fastest first.
     """
 
     chosen: str
