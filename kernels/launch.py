@@ -255,6 +255,17 @@ class Launch:
             raise KernelError(f"launching {self.name} failed: {status}{early}")
 
 
+def run_beside(launch: Any, before: Any) -> None:
+    """Let a launch run beside the one before it, of which it takes nothing, where the kernels of both can: it starts
+    when that one has waited for its own predecessor, and waits in the end. Not beside what itself runs so, nor beside
+    what adds to a residual stream, which everyone may take."""
+    given: list[Any] = [getattr(each, "_arguments", (None,))[0] for each in (launch, before)]
+    own, other = given
+    can = hasattr(own, "beside") and hasattr(other, "next_early") and not hasattr(other, "added")
+    if can and not getattr(other, "beside", 0):
+        own.beside, other.next_early = 1, 0
+
+
 def launch_kernel(
     kernels: KernelModule,
     kernel: Kernel,

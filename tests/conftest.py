@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edgellm.engines.backends.numpy_backend import one_blas_thread
-from edgellm.engines.building import plans
+from edgellm.engines.building import builder, plans
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
@@ -86,21 +86,40 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def quick_disk() -> Iterator[None]:
+    """What tests write need not outlast a loss of power: waiting for the disk was more than half of the time in which
+    a directory is built."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+def once_each(compute: Callable[..., Any], at_most: int) -> Callable[..., Any]:
+    """A function that computes what it is asked for once, and forgets all when that is so many values."""
+    computed: dict[str, Any] = {}
+
+    def find(*asked: Any) -> Any:
+        if len(computed) > at_most:
+            computed.clear()
+        key = repr(asked)
+        if key not in computed:
+            computed[key] = compute(*asked)
+        return computed[key]
+
+    return find
+
+
+@pytest.fixture(scope="session", autouse=True)
 def plan_workers() -> Iterator[Callable[[], int]]:
     """Without a GPU, plans are built in this process and each once: a process that builds takes a second to start, and
-    a plan as long. How many such processes there would be is what this gives."""
-    count, build = plans._worker_count, plans.build_plan
-    built: dict[str, bytes] = {}
-
-    def build_once(*asked: Any) -> bytes:
-        if len(built) > 32:  # some MB each
-            built.clear()
-        return built.get(repr(asked)) or built.setdefault(repr(asked), build(*asked))
-
+    a plan as long. How many such processes there would be is what this gives. What TensorRT would run of a model is
+    asked once, too: that is more than half of the time of a directory without plans."""
+    count = plans._worker_count
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "planned_shapes", once_each(builder.planned_shapes, 512))
         if find_gpu() is None:
             patch.setattr(plans, "_worker_count", lambda: 0)
-            patch.setattr(plans, "build_plan", build_once)
+            patch.setattr(plans, "build_plan", once_each(plans.build_plan, 32))  # some MB each
         yield count
 
 

@@ -32,6 +32,7 @@ from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray
+from edgellm.kernels.launch import run_beside
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.row_runs import DenseRows, PackedLayout, PackedRuns, RunsLayout
 
@@ -190,7 +191,10 @@ class KernelEngine(BoundEngine):
                 if lead == number:
                     launches += [] if way.joins(step, run) else run.added()
                     # The first attention reads KV rows early, which whatever was enqueued before may have written.
-                    launches += way.launches(step, run, next_early=number != first)
+                    own = way.launches(step, run, next_early=number != first)
+                    if number and _are_apart(program.steps[number - 1], step):
+                        run_beside(own[0], launches[-1])
+                    launches += own
             launches += run.added()
         return launches
 
@@ -210,6 +214,14 @@ class KernelEngine(BoundEngine):
             nbytes = math.prod(size) * ITEM_SIZES[self._own(kind)]
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return layout, offset
+
+
+def _are_apart(before: Step, step: Step) -> bool:
+    """Whether a step neither takes what the one before it writes nor writes what that one works on."""
+    reads, writes, theirs, written = (
+        {*map(without_layer, names)} for names in (step.reads, step.writes, before.reads, before.writes)
+    )
+    return written.isdisjoint(reads | writes) and theirs.isdisjoint(writes)
 
 
 def _layer_begins(steps: tuple[Step, ...]) -> Iterator[tuple[int, int]]:

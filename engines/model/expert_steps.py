@@ -54,6 +54,10 @@ class ChooseExperts(Step):
     scales: WeightSpec | None = None
     called: ClassVar[str] = "the choice of experts for {0.output}"
 
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.output, self.shares, self.shared_shares
+
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = kinds[self.scores][0][:-1]
         found: Edge = {self.output: ((*rows, self.mixture.chosen), "int32")}

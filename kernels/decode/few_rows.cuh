@@ -5,14 +5,15 @@
 
 namespace decode {
 
-// What the kernels that norm take. inputs: one, or two side by side, or one and what its gates multiply. next_early: whether the next kernel may start at once,
-// or only when the previous one has finished. output: float, or T of gates and ups.
+// What the kernels that norm take. inputs: one, or two side by side, or one and what its gates multiply. next_early: whether the
+// next kernel may start at once, or only when the previous one has finished. output: float, or T of gates and ups. beside: the
+// previous kernel, of which this one takes nothing, has let it start so late: it waits in the end.
 struct NormLinear {
     NormedInput inputs[2];
     Linear linear;
     Kept kept;
     void* output;
-    int next_early, activation;
+    int next_early, activation, beside;
 };
 
 // What an input of float becomes before it is taken, see AddedTo of contract.py: residual and output of float, as wide as the

@@ -5,19 +5,18 @@ namespace decode {
 
 // By what becomes of sums: scale (sums + bias), activation(gate) up, or activation(sums + bias) times other rows; of norm(input)
 // or, not NORMED, of the rounded input, which the kernels called added_ first add to a residual.
-#define KERNEL_OF_INPUT(NAME, ARGUMENTS, OUTPUT, IS_NORMED, NEXT_EARLY)                                            \
+#define KERNEL_OF_INPUT(NAME, ARGUMENTS, OUTPUT, IS_NORMED)                                                        \
     template <typename T, typename G, bool ADAPTED = false, bool NORMED = IS_NORMED>                               \
     __global__ void __launch_bounds__(THREADS, G::BLOCKS) NAME(const __grid_constant__ ARGUMENTS arguments) {      \
         const auto inputs = one_input<T>(arguments, G::PARTIAL);                                                   \
-        const auto output = OUTPUT<T>(arguments);                                                                  \
-        multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, NEXT_EARLY);      \
+        multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments, OUTPUT<T>(arguments));           \
     }
-KERNEL_OF_INPUT(norm_linear, NormLinear, float_output, true, arguments.next_early != 0)
-KERNEL_OF_INPUT(added_norm_linear, AddedNormLinear, float_output, true, arguments.next_early != 0)
-KERNEL_OF_INPUT(norm_gate_up, NormLinear, gated_output, true, true)
-KERNEL_OF_INPUT(added_norm_gate_up, AddedNormLinear, gated_output, true, true)
-KERNEL_OF_INPUT(token_gate, NormLinear, through_output, false, true)
-KERNEL_OF_INPUT(added_token_gate, AddedNormLinear, through_output, false, true)
+KERNEL_OF_INPUT(norm_linear, NormLinear, float_output, true)
+KERNEL_OF_INPUT(added_norm_linear, AddedNormLinear, float_output, true)
+KERNEL_OF_INPUT(norm_gate_up, NormLinear, gated_output, true)
+KERNEL_OF_INPUT(added_norm_gate_up, AddedNormLinear, gated_output, true)
+KERNEL_OF_INPUT(token_gate, NormLinear, through_output, false)
+KERNEL_OF_INPUT(added_token_gate, AddedNormLinear, through_output, false)
 #undef KERNEL_OF_INPUT
 
 // The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.
@@ -31,8 +30,7 @@ __global__ void __launch_bounds__(THREADS, 1) norms_linear(const __grid_constant
         first.epsilon, first.offset, arguments.linear.columns / 2, static_cast<T*>(arguments.kept.target),
         arguments.kept.stride, arguments.kept.raw != 0};
     const FloatOutput output = float_output(arguments.output, arguments.linear);
-    const bool next_early = arguments.next_early != 0;
-    multiply_normalized<T, 2, IS_FLOAT ? Wide::HELD : 0, Wide, false>(inputs, arguments.linear, output, next_early);
+    multiply_normalized<T, 2, IS_FLOAT ? Wide::HELD : 0, Wide, false>(inputs, arguments, output);
 }
 
 // output = residual + scale (input weight^T + bias)

@@ -178,8 +178,10 @@ __device__ __forceinline__ void multiply_units(
 // Linear of what is normalized or, not NORMED, rounded. HELD 0: inputs of T alone, normalized in shared memory.
 template <typename T, int PARTS, int HELD, typename G, bool ADAPTED, bool NORMED = true, typename Inputs, typename Output>
 __device__ __forceinline__ void multiply_normalized(
-    const Inputs& inputs, const Linear& linear, const Output& output, bool next_early) {
+    const Inputs& inputs, const NormLinear& arguments, const Output& output) {
     extern __shared__ __align__(16) char shared[];
+    const Linear& linear = arguments.linear;
+    const bool next_early = arguments.next_early != 0, beside = !ADAPTED && arguments.beside != 0;
     const int batch = linear.batch, columns = linear.columns, steps = linear.steps;
     float* partial = reinterpret_cast<float*>(shared + G::PARTIAL);
     float* sums = reinterpret_cast<float*>(shared + G::SUMS_BEGIN);
@@ -191,7 +193,7 @@ __device__ __forceinline__ void multiply_normalized(
     Weights<T, G, ADAPTED> weights(linear, shared);
     weights.begin(shared + G::norm_bytes(PARTS, batch, steps));
     inputs.prefetch();
-    wait_for_previous_kernel();
+    if (!beside) wait_for_previous_kernel();
     if (!next_early) launch_next_kernel();
     weights.adapters.clear_next();
     if constexpr (!NORMED)
@@ -203,6 +205,7 @@ __device__ __forceinline__ void multiply_normalized(
     multiply_units(
         weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial,
         batch);
+    if (beside) wait_for_previous_kernel();
 }
 
 }  // namespace decode

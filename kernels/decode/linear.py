@@ -48,7 +48,7 @@ class NormLinearArgument(ctypes.Structure):
         ("inputs", NormedArgument * 2),
         ("linear", LinearArgument),
         ("kept", KeptArgument),
-        *members("void* output", "int next_early activation"),
+        *members("void* output", "int next_early activation beside"),
     ]
 
 

@@ -308,7 +308,7 @@ __device__ __forceinline__ void multiply_input(const Arguments& arguments, const
     stream.start();
     inputs.prefetch();
     OwnPair<T, G, Output> pair(linear, output);
-    wait_for_previous_kernel();
+    if (!arguments.beside) wait_for_previous_kernel();
     if (!arguments.next_early && !G::LATE) launch_next_kernel();
     pair.read(0);
     if constexpr (NORMED)
@@ -320,6 +320,7 @@ __device__ __forceinline__ void multiply_input(const Arguments& arguments, const
     } else
         stage_input<T, G>(static_cast<const T*>(inputs.values[0]), SelectedRows{nullptr, 1}, activations, linear);
     multiply_staged(linear, stream, pair, activations, area);
+    if (arguments.beside) wait_for_previous_kernel();
 }
 
 #define ROWS_KERNEL(NAME, ARGUMENTS)                                                                                   \

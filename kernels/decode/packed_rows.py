@@ -22,6 +22,7 @@ _FITTED = "packed layers of few rows"
 _OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _DEEP_TILES, _FINE_BYTES, _EXPERTS = fitted(
     _FITTED, *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "deep_tiles", "fine_bytes", "experts")
 )
+_K_EXPERTS, _K_TYPES = fitted(_FITTED, "k_experts", "k_types")
 #: By rows and columns, of plain layouts where there are many multiprocessors.
 _MEASURED = {tuple(each[:2]): each[2:] for each in fitted(_FITTED, "measured")[0]}
 _MOST_PLAIN_ROWS, _APART = fitted(_FITTED, "most_plain_rows", "apart")
@@ -136,6 +137,19 @@ def _experts_forms(rows: int, sharing: int, layout: DeviceLayout, gpu: Capacity)
     return tuple(forms[sharing == SLICES] for most, forms in _EXPERTS.items() if rows <= most)[:1]
 
 
+def _k_form(layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[int, ...] | None:
+    """What was found fast for one row of K types where there are many multiprocessors, if anything."""
+    if gpu.multiprocessors <= FEW_MULTIPROCESSORS:
+        return None
+    share = slice_steps(layout.columns) // slices_end_every(layout.columns)
+    if of_experts:
+        return _K_EXPERTS if share == 1 else None
+    fills = 3 / 4 < layout.rows / (2 * BLOCK_ROWS * gpu.multiprocessors) <= 1
+    if fills and share == 2:
+        return _EIGHT_TILES
+    return next((tuple(each[2:]) for each in _K_TYPES if tuple(each[:2]) == (layout.rows, layout.columns)), None)
+
+
 def _forms(batch: int, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[tuple[int, ...], ...]:
     """What was found fast in whole steps."""
     if not gpu.has_clusters:
@@ -148,6 +162,8 @@ def _forms(batch: int, layout: DeviceLayout, gpu: Capacity, of_experts: bool) ->
             return measured, *_OVERLAPPING
         if batch > MAX_NORMED_ROWS and is_brief and tiles <= max(_APART):
             return _APART[next(most for most in _APART if tiles <= most)], *_OVERLAPPING
+    if one and layout.kind == "levels" and (form := _k_form(layout, gpu, of_experts)) is not None:
+        return form, *_OVERLAPPING
     share = slice_steps(layout.columns) // slices_end_every(layout.columns)  # blocks of weights, of a warp
     if not of_experts and 4 * layout.rows <= 2 * BLOCK_ROWS * gpu.multiprocessors and 2 < share <= 6:
         return (1, share, 2, 2), *_OVERLAPPING  # few blocks, whose weights all come before their kernel waits

@@ -9,12 +9,12 @@ using decode::FULL_WARP;
 
 // scores [rows, experts]; correction [experts] (null: none); x [rows, columns] and gate [columns] of T, of the expert that
 // every row goes through (null: there is none); scales [experts] of weights (null: 1). Experts from `first` to before
-// `last` have ids that count from the first; others' are -1, and their weights 0.
+// `last` have ids that count from the first; others' are -1, and their weights 0. next_early: see NormLinear.
 struct Choice {
     const float *scores, *correction;
     const void *x, *gate;
     const float* scales;
-    int experts, chosen, columns, sigmoid, normalized, first, last;
+    int experts, chosen, columns, sigmoid, normalized, first, last, next_early;
     float epsilon, scale;
 };
 static_assert(sizeof(Choice) == HOST_CHOICE_BYTES, "as the host's structure");
@@ -97,8 +97,9 @@ __global__ void __launch_bounds__(32)
     __shared__ float own_scores[32];
     float score[EACH], added[EACH], largest = none;
     bool is_nan = false;
-    launch_next_kernel();
+    if (given.next_early) launch_next_kernel();
     wait_for_previous_kernel();
+    if (!given.next_early) launch_next_kernel();
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int expert = i * 32 + lane;

@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiply_pairs(const Product& given, const Pairs
 template <typename T, typename G, int KIND, bool GROUPED>
 __global__ void __launch_bounds__(decode::THREADS, G::BLOCKS) dense(const __grid_constant__ Product given) {
     extern __shared__ __align__(16) char shared[];
-    begin_behind_choice<KIND>();
+    begin_behind_choice<KIND>(given);
     if constexpr (GROUPED) {
         __shared__ Group group;
         if (find_group(given, group)) multiply_pairs<T, G, KIND>(given, group, shared);
@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(decode::THREADS, G::BLOCKS) dense(const __grid
     } else {
         multiply_pairs<T, G, KIND>(given, OnePair{static_cast<int>(blockIdx.y)}, shared);
     }
+    end_behind_choice<KIND>(given);
 }
 
 }  // namespace experts

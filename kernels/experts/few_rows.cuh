@@ -17,7 +17,8 @@ constexpr int MOST = 8, READS = 4;  // pairs of a group, or fewer: `most`; ids t
 
 // `linear` is the first expert's; the next one's weight begins `stride` bytes and its bias `biases` elements further. Pair p
 // of `pairs` is of row p / sharing of the input, and of row p of the output; `limit`: see Clamped. counters [rows, blocks of an
-// expert], zero before and after: who writes the last products of a row's columns also adds them. Null: they are left.
+// expert], zero before and after: who writes the last products of a row's columns also adds them. Null: they are left. beside:
+// the previous kernel has let gates and ups start when the choice was there, see NormLinear.
 struct Product {
     Linear linear;
     Addition addition;
@@ -28,6 +29,7 @@ struct Product {
     unsigned long long stride;
     int experts, biases, sharing, pairs, most;
     float limit;
+    int beside;
 };
 static_assert(sizeof(Product) == HOST_PRODUCT_BYTES, "as the host's structure");
 
@@ -107,16 +109,20 @@ __device__ __forceinline__ bool find_group(const Product& given, Group& group) {
     return group.count > 0;
 }
 
-// Gates and ups wait first, and only then let the next kernel begin. (LATE: even later, elsewhere.) So downs, whose blocks run when
-// all of theirs have, know their experts, and begin to read them, before they wait for gates and ups: what these waited for has
-// finished, with all that it wrote, and so has every kernel before it (see wait_for_previous_kernel), also the choice. ids are read
-// past the first-level cache; nothing overwrites them before downs have ended, as who does waits for these.
-template <int KIND, bool LATE = false> __device__ __forceinline__ void begin_behind_choice() {
-    if (KIND != SUMS) wait_for_previous_kernel();
+// Gates and ups wait first, unless they run beside the previous kernel, and only then let the next one begin. (LATE: even later,
+// elsewhere.) So downs, whose blocks run when all of theirs have, know their experts, and begin to read them, before they wait for
+// gates and ups: what these, or who let them run beside it, waited for has finished, with all that it wrote, and so has every kernel
+// before it (see wait_for_previous_kernel), also the choice. ids are read past the first-level cache; nothing overwrites them before
+// downs have ended, as who does waits for these.
+template <int KIND, bool LATE = false> __device__ __forceinline__ void begin_behind_choice(const Product& given) {
+    if (KIND != SUMS && !given.beside) wait_for_previous_kernel();
     if (!LATE) launch_next_kernel();
 }
 template <int KIND> __device__ __forceinline__ void wait_for_inputs() {
     if (KIND == SUMS) wait_for_previous_kernel();
+}
+template <int KIND> __device__ __forceinline__ void end_behind_choice(const Product& given) {
+    if (KIND != SUMS && given.beside) wait_for_previous_kernel();
 }
 
 // Whether no expert is here that the block's pair chose: another rank has it.

@@ -43,7 +43,7 @@ class _Choice(ctypes.Structure):
 
     _fields_ = members(
         "void* scores correction x gate scales",
-        "int experts chosen columns sigmoid normalized first last",
+        "int experts chosen columns sigmoid normalized first last next_early",
         "float epsilon scale",
     )
 
@@ -67,6 +67,7 @@ class _Product(ctypes.Structure):
             "ulonglong stride",
             "int experts biases sharing pairs most",
             "float limit",
+            "int beside",
         ),
     ]
 
@@ -100,7 +101,7 @@ class CudaExperts:
             *addresses(scores, correction, x, gate, scales),
             *(experts, chosen, 0 if x is None else x.shape[-1], routing.sigmoid, routing.normalized),
             *(own or (0, experts)),
-            *(routing.epsilon, routing.scale),
+            *(True, routing.epsilon, routing.scale),
         )
         each = 1 << (-(-experts // 32) - 1).bit_length()  # of a lane
         kernel = decode_kernel("experts/choice.cu", f"experts::choose<{self._type}, {each}>", _CHOICE_MACROS)

@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply_pairs(const experts::Product& given, co
 // Of geometries for ONE row each pair is by itself.
 template <typename T, typename G, int KIND> __device__ __forceinline__ void multiply(const experts::Product& given) {
     extern __shared__ __align__(16) char shared[];
-    experts::begin_behind_choice<KIND, G::LATE>();
+    experts::begin_behind_choice<KIND, G::LATE>(given);
     if constexpr (G::ONE) {
         multiply_pairs<T, G, KIND>(given, experts::OnePair{static_cast<int>(blockIdx.y)}, shared);
     } else {
@@ -36,6 +36,7 @@ template <typename T, typename G, int KIND> __device__ __forceinline__ void mult
         if (experts::find_group(given, group)) multiply_pairs<T, G, KIND>(given, group, shared);
         else experts::wait_for_inputs<KIND>();
     }
+    experts::end_behind_choice<KIND>(given);
 }
 
 ROWS_KERNEL(expert_gated, experts::Product) { multiply<T, ROWS_GEOMETRY(true), experts::GATED>(arguments); }

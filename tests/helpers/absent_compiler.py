@@ -1,17 +1,48 @@
-"""A compiler of kernels that is not there, and a build that does as if; `conftest.py` makes it known to all tests."""
+"""A compiler of kernels that is quick, one that is not there, and a build that does as if; `conftest.py` makes them
+known to all tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from edgellm.engines.building import kernels as building
 from edgellm.kernels.compiler import CompiledModule, ModuleSource
+from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.nvrtc import Compiled, Nvrtc
 
 #: What it says that it compiles for.
 ARCHITECTURES = ["sm_80", "sm_86", "sm_87", "sm_120"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_compiler() -> Iterator[Callable[..., Compiled]]:
+    """Without a GPU nothing runs what is compiled: NVRTC leaves most of its optimizations out, which are more than half
+    of its time, and compiles nothing twice. What it does otherwise is what this gives."""
+    whole = Nvrtc.compile
+    compiled: dict[str, Compiled] = {}
+
+    def quick(self: Nvrtc, name: str, text: str, headers: Any, options: Sequence[str], *asked: Any) -> Compiled:
+        if self.release >= (13, 0):
+            options = [*options, "--Ofast-compile=mid"]
+        key = repr((self.release, text, headers, options, asked))
+        if key not in compiled:
+            compiled[key] = whole(self, name, text, headers, options, *asked)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if find_gpu() is None:
+            patch.setattr(Nvrtc, "compile", quick)
+        yield whole
+
+
+@pytest.fixture
+def optimized(whole_compiler: Callable[..., Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled as for a GPU."""
+    monkeypatch.setattr(Nvrtc, "compile", whole_compiler)
 
 
 @pytest.fixture

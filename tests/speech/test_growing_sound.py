@@ -22,13 +22,18 @@ from edgellm.multimodal.sound_features import SoundFeatures
 SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("rate", [16000, 8000, 44100, 11025])
-@pytest.mark.parametrize("name", ["qwen3_asr", "voxtral", "qwen2_audio", "gemma4", "voxtral_realtime"])
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        *(("gemma4", rate) for rate in (16000, 8000, 44100, 11025)),
+        *((name, 16000) for name in ("qwen3_asr", "voxtral", "qwen2_audio", "voxtral_realtime")),
+    ],
+)
 def test_a_growing_sound_has_the_features_of_the_whole(name: str, rate: int) -> None:
     """To the bit, whatever the pieces are; a failure of one changes nothing."""
     (mel, config), samples = mel_of(name), sound(4.7, rate)
     samples[2 * rate : 3 * rate] = 0
-    growing, place, sizes = Sound(rate), 0, [1, 2, 399, 0, 1601, 7999, *[rate // 2] * 20]
+    growing, place, sizes = Sound(rate), 0, [1, 2, 399, 0, 1601, 7999, *[rate // 2] * 10]
     for size in sizes:
         growing, place = growing.followed_by(samples[place : place + size]), min(place + size, len(samples))
         found, whole = growing.prepared(mel, config), Sound(rate, samples[:place]).prepared(mel, config)

@@ -127,7 +127,8 @@ def test_info_shows_the_draft(built: Path) -> None:
         "shares the base's embedding",
         "trees up to 4 wide",
         f"none needed and {len([*built.rglob('*.engine')])} for --executor tensorrt alone",
-        "kernels: base decode 1; base prefill 16; base verify 2, 4, 8, 16; draft accept 4; draft propose 1, 4; draft prefill",
+        "kernels: base decode 1; base prefill 16; base verify 2, 4, 8, 16; draft accept 4; draft propose 1, 4; draft "
+        "prefill",
     ):
         assert words in text
 

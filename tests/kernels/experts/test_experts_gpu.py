@@ -20,6 +20,7 @@ from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights,
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.experts.contract import Activation, Addition, Choice, ExpertWeights, Routed, Routing
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
+from edgellm.kernels.launch import run_beside
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu
@@ -284,8 +285,8 @@ def test_rows_have_the_same_bits_alone_and_among_others(gpu, kind: str, name: st
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_overlapping_launches_multiply_by_what_was_just_chosen(gpu, rows: int) -> None:
-    """A captured step of router, choice, gates and ups, and downs, behind one of other rows: with the bits of launches
-    that wait for each other."""
+    """A captured step of router, choice, an expert of all rows, gates and ups, and downs, behind one of other rows,
+    some of which run beside others: with the bits of launches that wait for each other."""
     own, hidden, size, dtype = ROUTINGS["qwen3"], 512, 256, "float16"
     kernels, dense = CudaExperts(gpu.kernel_module, dtype), CudaDecodeKernels(gpu.kernel_module, dtype, 64)
     layers = [
@@ -297,7 +298,12 @@ def test_overlapping_launches_multiply_by_what_was_just_chosen(gpu, rows: int) -
         device_copy(gpu, to_bits(random.standard_normal(shape, np.float32) / 16, dtype))
         for shape in ((own.experts, hidden), (hidden,), (1, hidden))
     )
+    of_all = [
+        LinearWeights(device_copy(gpu, to_bits(random.standard_normal(shape, np.float32) / 16, dtype)))
+        for shape in ((2 * size, hidden), (hidden, size))
+    ]
     x, shared = (device_copy(gpu, random.standard_normal((rows, hidden), np.float32)) for _ in range(2))
+    shared_inner = gpu.empty((rows, size), dtype)
     kept, scores = gpu.empty((rows, hidden), dtype), gpu.empty((rows, own.experts), "float32")
     inner, products = gpu.empty((rows, own.chosen * size), dtype), gpu.empty((rows, own.chosen * hidden), "float32")
     total, counters = gpu.empty((rows, hidden), "float32"), gpu.zeros((rows, counter_words(hidden)), "uint32")
@@ -307,11 +313,15 @@ def test_overlapping_launches_multiply_by_what_was_just_chosen(gpu, rows: int) -
         return [
             dense.norm_linear([NormedInput(x, weight, 1e-5)], LinearWeights(router), scores, 1.0, Kept(kept)),
             kernels.choose(choice, routed),
+            dense.norm_gate_up(NormedInput(kept, None), of_all[0], "silu", shared_inner),
+            dense.norm_linear([NormedInput(shared_inner, None)], of_all[1], shared),
             kernels.gate_up(kept, routed.expert_ids, layers[0], Activation(), inner),
             kernels.down_add(inner, layers[1], products, Addition(routed, x, total, 1.0, shared), counters),
         ]
 
     apart, together = launches(), launches()
+    for number in (2, 4):
+        run_beside(together[number], together[number - 1])
     for launch in together:
         launch.overlap_previous()
         launch()

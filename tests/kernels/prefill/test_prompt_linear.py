@@ -99,6 +99,7 @@ def test_a_kernel_has_a_name_of_its_own() -> None:
     assert len({kernel.source.name for kernel in kernels}) == len(kernels)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("architecture", ["sm_87", "sm_90"])
 @pytest.mark.parametrize("name", ["linear", "gate_up"])
 def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
@@ -114,6 +115,7 @@ def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
 LINEAR, GATE_UP = ("linear", "sm_87"), ("gate_up", "sm_90")
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("tiling", "name", "architecture"),
     [
