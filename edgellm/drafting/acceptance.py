@@ -127,7 +127,8 @@ FIRST = [each / 24 for each in (2, 2, 2, 2, 3, 4, 4, 3, 2)]
 #: In every kind passages are easier and harder: the odds that a token is right are so many times as high, or as low.
 SPREAD = 2.0
 #: How likely a text is still of its kind one token later; and the share of what a round says of the kind that is
-#: believed, as rounds that follow each other have more in common than the kind.
+#: believed, as rounds that follow each other have more in common than the kind. As what is above settled with
+#: tools/bench/drafting_workloads.py.
 STAYS, BELIEVED = 1 - 1 / 200, 0.6
 #: For how many tokens of a plan what is expected of it counts, and how many are remembered.
 EVIDENCE, MEMORY = 64.0, 1024.0
@@ -174,8 +175,8 @@ class AcceptanceModel:
         self._kinds = FIRST  # how likely the text is of each
 
     def record(self, plan: DraftPlan | None, lengths: Sequence[int], steps: int = 1) -> None:
-        """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences, or so many
-        `steps` of another kind (None)."""
+        """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences, of which n
+        say as much as the root of n, as their texts may differ; or so many `steps` of another kind (None)."""
         tokens = float(steps) if plan is None else sum(lengths) / len(lengths)
         kept = STAYS**tokens
         changed = 1.0 - kept
