@@ -72,10 +72,10 @@ class Account:
 
     #: Settled with tools/bench/drafting_workloads.py. The first steps of a process are slow: rounds that are weighed
     #: against them lose some `AT_FIRST` more than is seen.
-    WINDOW, MOST_LOST, LATER, SOON, CAREFUL, AT_FIRST = 512, 4.6, 1.5, 8, 2.0, 2.0
+    WINDOW, MOST_LOST, LATER, SOON, CAREFUL, AT_FIRST = 512, 4.6, 1.5, 8, 2.0, 2.5
     #: Of what was saved over so many tokens this share may be lost, and at most so many steps: between windows and what
     #: texts near the break-even gain (tools/bench/results/2026-11-30-cpu-learner-fast-device.md).
-    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.25, 8.0
+    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.2, 8.0
 
     def __init__(self) -> None:
         self._tokens = self._saved = self._earned = 0.0
