@@ -62,8 +62,7 @@ class Search:
 
 class Account:
     """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and rounds that should pay
-    a share of what was saved lately, up to `MOST_EARNED`. What counts is the loss since the best place of the latest
-    `WINDOW` tokens.
+    a share of what was saved lately. What counts is the loss since the best place of the latest `WINDOW` tokens.
 
     A text that suits the drafts has hard spells, too. So `LATER` is left for tries behind that place, more and more of
     which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late. And no round but the
