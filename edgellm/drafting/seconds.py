@@ -11,7 +11,7 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 PLAIN = "plain"  # the name of a step without a draft
 #: Standard deviations of logarithms: of the load of the machine over a first plain step, of what waiting for the host
 #: adds to it, of the first guess of rounds, as far as all share it, and of a plan's own. Guesses were up to twice or
-#: half of what is measured on an H200, two imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
+#: half of what is measured on an H200, two imitated boards and a CPU (2026-11-28-h200-boards.md.xz).
 LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
 #: left of what rounds have shown, which fades after so many at once: no plan is left out for ever for a busy moment.

@@ -167,20 +167,21 @@ class CudaBackend(CudaDevice):
         zeros = sum(paddings[spec.name].zeros for spec in dense if spec.name in paddings)
         total = sum(array.nbytes for array in memory.values()) - zeros * ITEM_SIZES[self.compute_dtype]
         advance = counted(total, progress)
-        for spec, offset, values in iterate_weight_parts(checkpoint, dense, self.compute_dtype):
-            whole, padding = weights[spec.name].reshape(-1), paddings.get(spec.name)
-            first = offset // values.itemsize
-            for begin, piece in [(first, values)] if padding is None else padding.pieces(first, values):
-                self.upload(whole[begin : begin + piece.size], piece)
-            advance(values.nbytes)
-        self._check_finite(checkpoint, dense, weights, paddings)
         found: dict[str, DeviceArray | AnyPacked] = {**weights}
-        packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
-        if packed:
-            found |= PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, memory, advance)
-            advance(total)  # layouts are planned for the most
-            seconds = time.perf_counter() - started
-            logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
+        with self.large_uploads(total):
+            for spec, offset, values in iterate_weight_parts(checkpoint, dense, self.compute_dtype):
+                whole, padding = weights[spec.name].reshape(-1), paddings.get(spec.name)
+                first = offset // values.itemsize
+                for begin, piece in [(first, values)] if padding is None else padding.pieces(first, values):
+                    self.upload(whole[begin : begin + piece.size], piece)
+                advance(values.nbytes)
+            self._check_finite(checkpoint, dense, weights, paddings)
+            packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
+            if packed:
+                found |= PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, memory, advance)
+                advance(total)  # layouts are planned for the most
+                seconds = time.perf_counter() - started
+                logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
         self.load_kernels(found)
         return found
 

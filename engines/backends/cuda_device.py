@@ -13,12 +13,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from edgellm.engines.backends.base import check_rows, row_pieces
+from edgellm.engines.backends.cuda_events import DeviceReadback, DeviceSignal, DeviceTimestamp, DeviceTransfer, checked
+from edgellm.engines.backends.pinned_ring import RING_BYTES, PinnedRing
 from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError, MissingDependencyError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.gpu import find_gpu
@@ -33,6 +35,8 @@ _PINNED_SLOTS = 8
 _PIECE = 256 << 20
 #: Where an array in such a piece begins.
 _ALIGNMENT = 256
+#: Bytes of an array that goes by way of pinned buffers, which are some more calls.
+_LARGE = 1 << 20
 
 
 def host_dtype(dtype: str) -> np.dtype:
@@ -54,74 +58,12 @@ class HostVisibleMemory:
         return self._values[first : first + array.size].reshape(array.shape)
 
 
-class DeviceReadback:
-    """Values in pinned memory, with the event after which they are complete."""
-
-    def __init__(self, values: np.ndarray, event: Any) -> None:
-        self._values = values
-        self._event = event
-
-    def wait(self) -> np.ndarray:
-        """The values, once the event has come."""
-        self._event.synchronize()
-        return self._values.copy()
-
-
-class DeviceTransfer:
-    """A copy from or to `values` on the host, with the event after which it is done."""
-
-    def __init__(self, values: np.ndarray, array: DeviceArray, event: Any) -> None:
-        self._memory = (values, array)  # alive for as long as the copy may run
-        self.event = event
-
-    def wait(self) -> None:
-        """Return once the event has come."""
-        self.event.synchronize()
-
-
-class DeviceSignal:
-    """An event that can be recorded in a captured step: each launch of it records the event anew."""
-
-    def __init__(self, stream: Any) -> None:
-        from cuda.bindings import driver
-
-        self._driver, self._stream = driver, driver.CUstream(stream.handle)
-        self._event = checked(driver, driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
-
-    def give(self) -> None:
-        """Record it; within a capture as a node of the graph."""
-        driver = self._driver
-        status = checked(driver, driver.cuStreamIsCapturing(self._stream))
-        captures = status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-        flags = driver.CUevent_record_flags
-        flag = flags.CU_EVENT_RECORD_EXTERNAL if captures else flags.CU_EVENT_RECORD_DEFAULT
-        checked(driver, driver.cuEventRecordWithFlags(self._event, self._stream, int(flag)))
-
-    def wait(self) -> None:
-        """Return once the event has come."""
-        checked(self._driver, self._driver.cuEventSynchronize(self._event))
-
-    def __del__(self) -> None:
-        event = getattr(self, "_event", None)
-        if event is not None:
-            self._driver.cuEventDestroy(event)
-
-
-class DeviceTimestamp:
-    """An event, and one before it (`first`) that came at `first_seconds` of the host's clock."""
-
-    def __init__(self, event: Any, first: Any, first_seconds: float) -> None:
-        self._event, self._first, self._first_seconds = event, first, first_seconds
-
-    def seconds(self) -> float:
-        """When it came, on the clock of `time.perf_counter`; waits for it. Half a microsecond is the events' own."""
-        self._event.synchronize()
-        return self._first_seconds + self._first.time_till(self._event) / 1000
-
-
 class CudaDevice:
     """A GPU, by its index (None: see `find_gpu`): its primary context (current in the calling thread until `close`), or
     what a tool that measures in a part of the GPU puts in its place, and one stream."""
+
+    #: Within `large_uploads`.
+    _ring: PinnedRing | None = None
 
     def __init__(self, index: int | None = None) -> None:
         try:
@@ -219,9 +161,33 @@ class CudaDevice:
             raise EngineError(
                 f"cannot upload {values.dtype} {values.shape} into a device array of {array.dtype} {array.shape}"
             )
-        values = np.ascontiguousarray(values)
         if array.nbytes:
-            self._cuda.memcpy_htod_async(array.pointer, values, self.stream)
+            self.upload_parts(array, [np.ascontiguousarray(values)])
+
+    def upload_parts(self, array: DeviceArray, parts: Sequence[np.ndarray]) -> None:
+        """Copy the bytes of `parts`, each in C order, one behind the other: as many as the array has."""
+        pointer = array.pointer
+        if self._ring is not None and array.nbytes >= _LARGE:
+            self._ring.upload(pointer, parts)
+            return
+        for part in parts:
+            self._cuda.memcpy_htod_async(pointer, part, self.stream)
+            pointer += part.nbytes
+
+    @contextmanager
+    def large_uploads(self, nbytes: int) -> Iterator[None]:
+        """Within, where so many bytes are uploaded in all, large arrays go by way of pinned buffers, which are there
+        until then: faster. Where there is no memory for these, or they would not pay, nothing is different."""
+        with suppress(DeviceMemoryError):
+            if nbytes >= RING_BYTES:
+                self._ring = PinnedRing(self._cuda, self.stream, self.host_memory(RING_BYTES))
+        try:
+            yield
+        finally:
+            ring, self._ring = self._ring, None
+            if ring is not None:
+                with self.current():
+                    ring.close()
 
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
         if target.shape != source.shape or target.dtype != source.dtype:
@@ -404,14 +370,6 @@ def gpu_memory() -> tuple[int, int]:
         return device.free_memory()
     finally:
         device.close()
-
-
-def checked(driver: Any, result: tuple) -> Any:
-    """The value of a call of the driver, of which there is one at most; raises EngineError with its status."""
-    status, *values = result
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise EngineError(str(status))
-    return values[0] if values else None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_backend import CudaBackend
-from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
+from edgellm.engines.backends.cuda_events import DeviceReadback, DeviceTransfer
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.rank_memory import RankedArray, RankMemory, RankStreams, reach_each_other
@@ -189,7 +189,10 @@ class CudaRanks(CudaBackend):
         table of embeddings that ranks share is a `SharedTable`."""
         if [spec.name for spec in specs] != [spec.name for spec in decoder_weights(self._directory.config)]:
             return super().load_weights(checkpoint, specs, progress)
-        loaded, table = self._parts.load(checkpoint, self._ranks, progress), self._parts.table
+        with ExitStack() as opened:
+            size = sum(math.prod(spec.shape) for spec in specs)
+            self.each(lambda rank, backend: opened.enter_context(backend.large_uploads(size)))
+            loaded, table = self._parts.load(checkpoint, self._ranks, progress), self._parts.table
         self._loaded_parts = [self._parts.parts(rank, weights) for rank, weights in enumerate(loaded)]
         own = self._loaded_parts
         self.table_pieces = 1 if table is None else self.gpus  # the first alone looks tokens up

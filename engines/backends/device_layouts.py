@@ -133,8 +133,7 @@ def part_formats(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> list[W
 
 def _inputs(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], format: WeightFormat | None) -> bytes:
     """What a part says of the order of its inputs or of their scales, which is read where its format has either."""
-    layout = checkpoint.layout(name, shape)
-    if layout is None or format is None or not (format.permuted or format.scaled):
+    if format is None or not (format.permuted or format.scaled) or (layout := checkpoint.layout(name, shape)) is None:
         return b""
     tensor = name.removesuffix("weight") + layout.input_tensor
     return checkpoint.raw_bytes(tensor).tobytes() if tensor in checkpoint.tensors else b""

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +21,7 @@ from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import takes_runs
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import check_finite, computed_ahead, iterate_weight_parts
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import CheckpointError, EngineError
 from edgellm.engines.formats.tensors import contiguous
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.sharding import Cut
@@ -102,10 +105,10 @@ class PackedLoader:
         for piece in _pieces(weight):
             blocks, along = piece.layout.blocks
             size = piece.layout.block_bytes - piece.layout.code_bytes
-            tails = self._staged("tails", (blocks, along, size), "uint8")
+            tails = self._staged("tails", (blocks, along, size))
             codes = self._codes(piece, tails)
             if inputs is not None and inputs.order is not None:
-                arranged = self._staged("words", codes.shape, "uint8")
+                arranged = self._staged("words", codes.shape)
                 arrange(self._module, codes, arranged, inputs.order)()
                 codes = arranged
             if piece.tails is not None:
@@ -130,34 +133,39 @@ class PackedLoader:
             unpacked = [StoredCodes(part.unpacked(), "bytes", 8, part.shape) for part in weight.codes]
             weight = weight._replace(codes=unpacked)
             row_bytes = {weight.layout.columns}
-        codes = self._staged("codes", (weight.layout.rows, row_bytes.pop()), "uint8")
+        codes = self._staged("codes", (weight.layout.rows, row_bytes.pop()))
         first = 0
-        for part in weight.codes:
-            target = codes[first : first + part.shape[0]]
-            if part.arrangement in BLOCK_CODES:
-                blocks = self._staged("blocks", part.data.shape, "uint8")
-                self._device.upload(blocks, part.data)
-                unblock(self._module, blocks, target, part.arrangement)()
-                if weight.tails is None:
-                    block_levels(self._module, blocks, tails, part.arrangement, first)()
-            elif part.arrangement in ("bytes", "rows"):
-                self._device.upload(target, contiguous(part.data).view(np.uint8))
-            else:
-                given = np.ascontiguousarray(part.data).view(np.uint32)
-                words = self._staged("words", given.shape, "uint32")
-                self._device.upload(words, given)
-                wide = DeviceArray(target.pointer, (target.shape[0], target.shape[1] // 4), "uint32", target.owner)
-                turn(self._module, words, wide, part.arrangement)()
-            first += part.shape[0]
+        for arrangement, together in groupby(weight.codes, attrgetter("arrangement")):
+            parts = list(together)
+            data, begin = [contiguous(part.data) for part in parts], 0
+            if arrangement in ("bytes", "rows"):
+                rows = sum(part.shape[0] for part in parts)
+                self._device.upload_parts(codes[first : first + rows], data)
+                first += rows
+                continue
+            given = self._staged("given", (sum(each.nbytes for each in data),))
+            self._device.upload_parts(given, data)
+            for part, each in zip(parts, data, strict=True):
+                target = codes[first : first + part.shape[0]]
+                if arrangement in BLOCK_CODES:
+                    blocks = self._device.part(given, begin, each.shape, "uint8")
+                    unblock(self._module, blocks, target, arrangement)()
+                    if weight.tails is None:
+                        block_levels(self._module, blocks, tails, arrangement, first)()
+                else:
+                    words = each.view(np.uint32)
+                    wide = self._device.part(target, 0, (target.shape[0], target.shape[1] // 4), "uint32")
+                    turn(self._module, self._device.part(given, begin, words.shape, "uint32"), wide, arrangement)()
+                first, begin = first + part.shape[0], begin + each.nbytes
         return codes
 
-    def _staged(self, use: str, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-        """Memory that is the next weight's when this one is done."""
-        needed = math.prod(shape) * (4 if dtype == "uint32" else 1)
+    def _staged(self, use: str, shape: tuple[int, ...]) -> DeviceArray:
+        """Memory uint8 that is the next weight's when this one is done."""
+        needed = math.prod(shape)
         if use not in self._staging or self._staging[use].nbytes < needed:
             self._staging.pop(use, None)
             self._staging[use] = self._device.empty((needed,), "uint8")
-        return DeviceArray(self._staging[use].pointer, shape, dtype, self._staging[use])
+        return self._device.part(self._staging[use], 0, shape, "uint8")
 
 
 class _Prepared(NamedTuple):
@@ -195,8 +203,10 @@ def _prepare(
 ) -> list[_Prepared | _Dense]:
     """The runs of rows of a weight, or of a cut of it, each of one format, or dense; of one tensor in the layout that
     the whole has, if the parts are to be `alike`: its scales decide that."""
-    runs, found, first = list[list[Any]](), list[_Prepared | _Dense](), 0
-    for name, shape in spec.parts:
+    stacked = None if cut else _stacked(checkpoint, spec, dtype)
+    runs: list[list[Any]] = [[stacked]] if stacked else []
+    found, first = list[_Prepared | _Dense](), 0
+    for name, shape in () if stacked else spec.parts:
         own, first = cut and cut.within(first, shape[0]), first + shape[0]
         if own is not None and not own.ranges:  # an expert of another rank
             continue
@@ -233,6 +243,21 @@ def _prepare(
     return found
 
 
+def _stacked(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> StoredWeight | None:
+    """All experts of a layer, hundreds that are alike, read as one; None where they are to be read one by one: their
+    layouts do not stack, or one of them is not as it should be, which is said of it then."""
+    (name, shape), *others = spec.parts
+    layout, format = checkpoint.layout(name, shape), checkpoint.weight_format(name, shape)
+    if not spec.experts or layout is None or format is None or layout_refusal(format, dtype) is not None:
+        return None
+    alike = all(size == shape and checkpoint.layout(other, size) is layout for other, size in others)
+    if not alike or not layout.stacks(shape[0]):
+        return None
+    with suppress(CheckpointError):
+        return checkpoint.stored(name, shape, [other for other, _ in others])
+    return None
+
+
 def _belong_together(one: StoredWeight | _Dense, other: StoredWeight | _Dense) -> bool:
     """Whether the rows of one stand in a run with those of the other behind them."""
     if isinstance(one, _Dense) or isinstance(other, _Dense):
@@ -258,13 +283,12 @@ def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
 
 
 def _whole_parts(weight: _Prepared) -> Iterator[_Prepared]:
-    own, first = list[StoredCodes](), 0
-    for number, part in enumerate(weight.codes):
-        own.append(part)
-        if sum(each.data.nbytes for each in own) >= _PIECE or number + 1 == len(weight.codes):
-            rows = sum(each.shape[0] for each in own)
-            yield weight.rows(first, first + rows, own)
-            own, first = [], first + rows
+    begin, first, rows, size = 0, 0, 0, 0
+    for end, part in enumerate(weight.codes, 1):
+        rows, size = rows + part.shape[0], size + part.data.nbytes
+        if size >= _PIECE or end == len(weight.codes):
+            yield weight.rows(first, rows, weight.codes[begin:end])
+            begin, first, size = end, rows, 0
 
 
 def _row_bytes(part: StoredCodes) -> int:

@@ -80,7 +80,7 @@ def chosen_format(asked: str, base: WeightFormat | None, columns: int, dtype: st
     largest that divide. Raises BuildError where none does.
     """
     # Of a published model's own head 4 bits lose 3 to 5 % of the tokens of a round, more than the 2 % that may be lost,
-    # 8 bits none, and were faster on a GPU (tools/bench/results/2026-11-29-h200-head-training.md).
+    # 8 bits none, and were faster on a GPU (tools/bench/results/2026-11-29-h200-head-training.md.xz).
     if asked == DRAFT_WEIGHTS[0]:
         asked = HEADS[0] if base is None else "int8"
     try:

@@ -117,6 +117,9 @@ class AbsentBackend(CudaBackend):
     def upload(self, array: DeviceArray, values: Any) -> None:
         """Copies nothing."""
 
+    def upload_parts(self, array: DeviceArray, parts: Any) -> None:
+        """Nor here."""
+
     def synchronize(self) -> None:
         """Waits for nothing."""
 

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -284,15 +284,16 @@ class Checkpoint(Closing):
         stored = self.stored(name, shape)
         return None if stored is None else stored.unpacked()
 
-    def stored(self, name: str, shape: Sequence[int]) -> StoredWeight | None:
+    def stored(self, name: str, shape: Sequence[int], others: Sequence[str] = ()) -> StoredWeight | None:
         """A packed weight [N, K], its values checked, its codes as they are in the file; None for one that is dense.
-        Raises CheckpointError for tensors that are missing, mis-shaped, or hold what no weight has."""
-        read = self.reader(name, shape)
+        Behind its rows are those of `others` of the same shape, if its layout `stacks`. Raises CheckpointError for
+        tensors that are missing, mis-shaped, or hold what no weight has."""
+        read = self.reader(name, shape, others)
         return None if read is None else read()
 
-    def reader(self, name: str, shape: Sequence[int]) -> Callable[..., StoredWeight] | None:
-        """What gives `stored` whenever it is called, also once the checkpoint is closed. Of `rows`, int [n], it gives
-        these alone, and reads no others."""
+    def reader(self, name: str, shape: Sequence[int], others: Sequence[str] = ()) -> Callable[..., StoredWeight] | None:
+        """What gives `stored` whenever it is called, if of one weight also once the checkpoint is closed. Of `rows`,
+        int [n], it gives these alone, and reads no others."""
         layout = self.layout(name, shape)
         if layout is None:
             return None
@@ -301,8 +302,9 @@ class Checkpoint(Closing):
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
         copies = name in self._layouts  # those of GGUF files, which are read whenever `read` is called
-        lookup = self._typed if copies else {each: self._typed(each) for each in wanted}.get
-        tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), lookup)
+        lookup = self._typed if copies or others else {each: self._typed(each) for each in wanted}.get
+        modules = [each.removesuffix(_WEIGHT) for each in (name, *others)]
+        tensors = LinearTensors(modules[0], (rows, columns), lookup, modules[1:])
         read_rows = self.row_reader(name) if copies and name == _TOKEN_ROWS else None
 
         def of_rows(rows: np.ndarray) -> LinearTensors:
@@ -371,7 +373,7 @@ class Checkpoint(Closing):
         layout, module = self.layout(name, shape), name.removesuffix(_WEIGHT)
         if layout is None:
             return {name: Stored.of(tuple(shape), *stored_tensors.STORAGE)}
-        return {f"{module}.{ending}": stored for ending, stored in layout.tensors(*shape).items()}
+        return {f"{module}.{ending}": stored for ending, stored in _tensors(layout, *shape).items()}
 
     def _misfit(self, name: str, shape: Sequence[int]) -> list[str]:
         """Why a weight of this shape cannot have the layout that it is said to have: one line, or none."""
@@ -387,6 +389,8 @@ class Checkpoint(Closing):
             if info is None:
                 if not stored.optional:
                     missing.append(f"missing: {name} {_written(stored.forms[0][0])}")
+                continue
+            if stored.fits(info.shape, info.dtype):
                 continue
             if (expected := stored.shape_problem(info.shape)) is not None:
                 problems.append(f"wrong shape: {name} is {_written(info.shape)}, expected {expected}")
@@ -449,6 +453,12 @@ def not_finite_error(info: TensorInfo, values: np.ndarray, index: int) -> Checkp
         "no answer computed with it is of use. Copy the checkpoint anew from its source and build the engine directory "
         "again; where the source has it so, take another release of the model"
     )
+
+
+@lru_cache
+def _tensors(layout: Layout, rows: int, columns: int) -> Mapping[str, Stored]:
+    """The same for each of thousands of experts."""
+    return layout.tensors(rows, columns)
 
 
 def _written(shape: Sequence[int]) -> str:

@@ -66,16 +66,20 @@ class PackQuantized(layouts.Layout):
             wanted[self.input_tensor] = layouts.Stored.of((columns,), "int32", "int64")
         return wanted
 
+    def stacks(self, rows: int) -> bool:
+        return not (self.whole or self.ordered or rows * self.bits % 32)
+
     def format(self, scale_dtype: str) -> WeightFormat:
         codes: Codes = "int4" if self.bits == 4 else "int8"
         return WeightFormat(codes, self.group, self.zeros, scale_dtype, permuted=self.ordered)
 
     def read(self, tensors: layouts.LinearTensors) -> StoredWeight:
         rows, columns = tensors.shape
-        shape = tensors.integers("weight_shape").tolist()
-        if shape != [*tensors.published]:
-            raise tensors.error("weight_shape", str(shape), str([*tensors.published]))
-        codes = StoredCodes(tensors.integers("weight_packed"), "rows", self.bits, (rows, columns))
+        shape = tensors.integers("weight_shape")
+        if (shape.reshape(-1, 2) != tensors.published).any():
+            raise tensors.error("weight_shape", str(shape.tolist()), str([*tensors.published]))
+        words = tensors.each_integers("weight_packed")
+        codes = tuple(StoredCodes(each, "rows", self.bits, (len(each), columns)) for each in words)
         scales = tensors.scales("weight_scale").reshape(-1, 1 if self.group is None else columns // self.group)
         zeros = self._zeros(tensors, len(scales), scales.shape[1])
         order = None
@@ -84,8 +88,10 @@ class PackQuantized(layouts.Layout):
         if self.whole:
             scales = np.repeat(scales, rows, 0)
             zeros = None if zeros is None else np.repeat(zeros, rows, 0)
-        format = replace(self.format(tensors.dtype("weight_scale")), permuted=order is not None)
-        return StoredWeight(format, (codes,), scales, zeros, order)
+        format = self.format(tensors.dtype("weight_scale"))
+        if format.permuted and order is None:
+            format = replace(format, permuted=False)
+        return StoredWeight(format, codes, scales, zeros, order)
 
     def _zeros(self, tensors: layouts.LinearTensors, rows: int, groups: int) -> np.ndarray | None:
         """Zero points uint8 [rows, groups], counted as codes are; None where they are the middle."""

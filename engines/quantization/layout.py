@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,10 @@ class Stored:
         """One with a single shape."""
         return cls(((shape, dtypes),), optional)
 
+    def fits(self, shape: tuple[int, ...], dtype: str) -> bool:
+        """Whether a tensor may have such a shape and dtype."""
+        return any(shape == expected and dtype in dtypes for expected, dtypes in self.forms)
+
     def shape_problem(self, shape: tuple[int, ...]) -> str | None:
         """Which shapes are expected, in words, where `shape` is none of them."""
         if any(shape == expected for expected, _ in self.forms):
@@ -63,15 +67,18 @@ class Stored:
 
 class LinearTensors:
     """The tensors of one linear layer [N, K] in a checkpoint, by the endings of their names; what is read is checked.
-    `tensor` gives dtype, shape and bytes of a tensor [nbytes] by its full name, None where there is none."""
+    `tensor` gives dtype, shape and bytes of a tensor [nbytes] by its full name, None where there is none. Rows of
+    `others`, layers of the same shape, are behind those of `module`: their tensors are read as one."""
 
     def __init__(
         self,
         module: str,
         shape: tuple[int, int],
         tensor: Callable[[str], tuple[str, tuple[int, ...], np.ndarray] | None],
+        others: Sequence[str] = (),
     ) -> None:
-        self.module, self.shape, self.published = module, shape, shape
+        self.module, self.published, self._modules = module, shape, (module, *others)
+        self.shape = len(self._modules) * shape[0], shape[1]
         self._tensor = tensor
 
     def of_rows(self, rows: np.ndarray) -> LinearTensors:
@@ -94,15 +101,18 @@ class LinearTensors:
         return part
 
     def has(self, ending: str) -> bool:
-        return self._tensor(f"{self.module}.{ending}") is not None
+        return any(self._tensor(f"{module}.{ending}") is not None for module in self._modules)
 
     def dtype(self, ending: str) -> str:
-        return self._found(ending)[0]
+        return self._each(ending)[0][0]
 
     def integers(self, ending: str) -> np.ndarray:
-        """A tensor of whole numbers, or the bits of 8-bit floats as uint8: a read-only view of the file."""
-        dtype, shape, data = self._found(ending)
-        return data.view(_INTEGER_TYPES.get(dtype, np.uint8)).reshape(shape)
+        """A tensor of whole numbers, or the bits of 8-bit floats, uint8; of one layer a read-only view of the file."""
+        return _integers(*self._found(ending))
+
+    def each_integers(self, ending: str) -> list[np.ndarray]:
+        """The same of each layer, by itself and never copied."""
+        return [_integers(*found) for found in self._each(ending)]
 
     def blocks(self, ending: str) -> np.ndarray:
         """The bytes of a tensor that consists of blocks: uint8 [nbytes]."""
@@ -128,12 +138,11 @@ class LinearTensors:
 
     def check(self, ending: str, good: np.ndarray, values: np.ndarray, expected: str) -> None:
         """CheckpointError for the first value that is not `good`, of as many."""
+        if good.all():
+            return
         wrong = np.flatnonzero(~np.broadcast_to(good, values.shape))
-        if wrong.size:
-            where = [int(index) for index in np.unravel_index(wrong[0], values.shape)]
-            raise self.error(
-                ending, f"{values.flat[wrong[0]]} at {where} ({wrong.size} such of {values.size})", expected
-            )
+        where = [int(index) for index in np.unravel_index(wrong[0], values.shape)]
+        raise self.error(ending, f"{values.flat[wrong[0]]} at {where} ({wrong.size} such of {values.size})", expected)
 
     def error(self, ending: str, found: str, expected: str) -> CheckpointError:
         """The error for a tensor that holds what it must not."""
@@ -144,12 +153,25 @@ class LinearTensors:
         )
 
     def _found(self, ending: str) -> tuple[str, tuple[int, ...], np.ndarray]:
-        found = self._tensor(f"{self.module}.{ending}")
-        if found is None:
-            raise CheckpointError(
-                f"there is no tensor '{self.module}.{ending}'. Take config.json and weights of one and the same model"
-            )
+        (dtype, shape, data), *others = found = self._each(ending)
+        if not others:
+            return dtype, shape, data
+        return dtype, (len(found) * shape[0], *shape[1:]), np.concatenate([data for *_, data in found])
+
+    def _each(self, ending: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
+        found = list[tuple[str, tuple[int, ...], np.ndarray]]()
+        for module in self._modules:
+            tensor = self._tensor(f"{module}.{ending}")
+            if tensor is None or tensor[:2] != (found or [tensor])[0][:2]:
+                raise CheckpointError(
+                    f"there is no tensor '{module}.{ending}'. Take config.json and weights of one and the same model"
+                )
+            found.append(tensor)
         return found
+
+
+def _integers(dtype: str, shape: tuple[int, ...], data: np.ndarray) -> np.ndarray:
+    return data.view(_INTEGER_TYPES.get(dtype, np.uint8)).reshape(shape)
 
 
 class Layout(ABC):
@@ -179,6 +201,10 @@ class Layout(ABC):
     #: Where kernels of GPUs do not take the format, or not beside that of another part of the same step, the weight is
     #: dense there.
     may_be_dense = False
+
+    def stacks(self, rows: int) -> bool:
+        """Whether weights of so many rows, one behind the other, are read as one: each tensor has its rows first."""
+        return False
 
     def problem(self, rows: int, columns: int) -> str | None:
         """Why no weight [rows, columns] can have this layout; None where it can."""

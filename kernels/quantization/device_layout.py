@@ -44,6 +44,8 @@ _BYTE_FACTOR = 2.0**8
 _KINDS = ("narrow", "wide", "factored", "float16", "levels", "powers")
 #: What the whole numbers of `Levels` are stored more by.
 _LEVEL_OFFSET = 128
+#: The bits of the smallest normal float16 and the largest, as float32.
+_HALVES = 0x38800000, 0x477FE000
 #: The compute dtypes, as the kernels number them from 1 on.
 _COMPUTED = ("float16", "bfloat16")
 
@@ -221,7 +223,9 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
         factor, scales = _FACTORS.get((format.codes, product), 1), weight.scales
         stored = scales if factor == 1 else scales * np.float64(factor)
         with np.errstate(over="ignore"):
-            exact = np.array_equal(rounded(stored.astype(np.float32, copy=False), product), stored)
+            exact = _are_of(product, stored) or np.array_equal(
+                rounded(stored.astype(np.float32, copy=False), product), stored
+            )
         product = product if exact else "float32"
     small = (format.codes, product, format.zeros) == ("int4", "float16", False)
     small = small and bool(np.abs(weight.scales).max(initial=0) <= SMALL_SCALE)
@@ -261,7 +265,8 @@ def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
         points = np.arange(1 << layout.format.bits, dtype=np.float32) + _zero_offset(layout)
         zeros = _bits(-points, "float16" if wide else layout.product)[weight.zeros]
         parts.append(_placed(zeros.astype(np.uint32) * 0x10001 if wide else zeros, layout))
-    return np.stack(parts, axis=-1).view(np.uint8).reshape(*layout.blocks, -1)
+    # Copied here, whole numbers at a time: stacked parts keep the order of their memory.
+    return np.ascontiguousarray(np.stack(parts, axis=-1)).view(np.uint8).reshape(*layout.blocks, -1)
 
 
 def _level_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
@@ -312,7 +317,26 @@ def _placed(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
     return placed.reshape(down, BLOCK_ROWS, along, layout.scales).swapaxes(1, 2)
 
 
+def _are_of(dtype: str, values: np.ndarray) -> bool:
+    """Whether finite values are seen at once to be of a dtype of 16 bits: they are of float32 and set no bits that it
+    does not have; of float16 they are positive and normal, too."""
+    if values.dtype != np.float32 or not values.size:
+        return False
+    bits = values.view(np.uint32)
+    used = int(np.bitwise_or.reduce(bits, axis=None))
+    if dtype == "bfloat16":
+        return not used & 0xFFFF
+    return not used & 0x1FFF and bool(_HALVES[0] <= bits.min() and bits.max() <= _HALVES[1])
+
+
 def _bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The bits of float32 values in a dtype, rounded: for scales, which mostly need no rounding, in a fifth of the time
+    that it takes."""
     if dtype == "float32":
         return values.view(np.uint32)
+    if _are_of(dtype, values):
+        lower, bias = (16, 0) if dtype == "bfloat16" else (13, 127 - 15)
+        bits = values.view(np.uint32) >> lower
+        bits -= bias << 10
+        return bits.astype(np.uint16)
     return values.astype(np.float16).view(np.uint16) if dtype == "float16" else bfloat16_bits(values)

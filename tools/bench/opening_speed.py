@@ -9,7 +9,11 @@ kernels it is `compiling_start_seconds`. `host_mib`: the largest sum of a proces
 files. `device_mib`: by how much less memory of the GPU is free at the peak than before, without a context
 (`context_mib`). `plan_mib` is what the runtime planned, `account_mib` by how much less was free after each kind of
 call, one inside another counting for the outer one, then after opening and after an answer, without a context.
-`load_seconds` are those of reading the weights to the device, at `load_gb_per_s` of their files.
+`load_seconds` are those of reading the weights to the device, without the kernels that are compiled or loaded behind
+them, at `load_gb_per_s` of their files; `seconds_of` says what the thread that does so did or waited for (`own`), and
+what those beside it took in all, in pairs with the seconds of a processor (`threads`); `bounds_gb_per_s` are those of 1
+GiB of such a file as the driver copies it, through pinned buffers, and of pinned memory alone. `--starts 0` measures
+the rest of it alone.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -29,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import parse, python
 from neighbour import resting
+from opening_seconds import OpeningSeconds, bounds
 from provenance import provenance, report
 from random_checkpoint import write_in_a_process
 from random_gguf import write_random_gguf
@@ -72,13 +78,18 @@ class DeviceMemory:
         return taken
 
 
-def prepared(work: Path, shape: str, weights: str, draft: str | None, kv_cache: str, head: str) -> Path:
-    """The engine directory of a random model, built with a context of 4,096."""
-    checkpoint, engines = work / f"{shape}-{weights}", work / f"{shape}-{weights}-{head}-{draft}-engines"
+def prepared(
+    work: Path, shape: str, weights: str, layers: Sequence[str], draft: str | None, kv_cache: str, head: str
+) -> Path:
+    """The engine directory of a random model, built with a context of 4,096; of so many `layers`, if a number is
+    given."""
+    name = "-".join((shape, weights, *layers))
+    checkpoint, engines = work / name, work / f"{name}-{head}-{draft}-engines"
     head_folder = work / f"{shape}-draft"
     if not (checkpoint / "model.safetensors").exists():
         beside = ["--draft", str(head_folder)] if draft else []
-        write_in_a_process(checkpoint, "--shapes", shape, "--weights", weights, *beside)
+        count = [option for number in layers for option in ("--layers", number)]
+        write_in_a_process(checkpoint, "--shapes", shape, "--weights", weights, *count, *beside)
     command = [*python(), "-m", "edgellm", "build", str(checkpoint), str(engines), "--force", "--weights", "link"]
     command += ["--kv-capacity", "4096", "--kv-cache", kv_cache, "--head", head]
     if draft:
@@ -144,7 +155,7 @@ def accounted(engines: Path, device: DeviceMemory, context: float) -> dict[str, 
 
 def account(engines: Path) -> dict[str, Any]:
     """Of a model that is opened and answers here: its plan, what calls took of the memory, how much was left, and how
-    long weights took."""
+    long weights took, and why."""
     from pycuda import driver
 
     from edgellm.engines.backends.cuda_backend import CudaBackend
@@ -152,7 +163,8 @@ def account(engines: Path) -> dict[str, Any]:
     from edgellm.runtime import SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams
 
-    taken, seconds, inside = dict[str, float](), dict[str, float](), []
+    spent = OpeningSeconds()
+    taken, inside = dict[str, float](), []
 
     def free() -> float:
         return driver.mem_get_info()[0] / 2**20
@@ -164,37 +176,41 @@ def account(engines: Path) -> dict[str, Any]:
             if inside:
                 return function(*arguments, **named)
             inside.append(name)
-            before, began = free(), time.perf_counter()
+            before = free()
             try:
                 return function(*arguments, **named)
             finally:
                 inside.pop()
                 taken[name] = taken.get(name, 0.0) + before - free()
-                seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
         setattr(CudaBackend, name, watched)
 
     for name in ("_load", "load_engine", "check_memory", "load_weights", "zeros_side_by_side", "zeros", "empty"):
         watch(name)
     watch("capture")
-    with SpecDecodeRuntime(engines, drafting="auto") as runtime:
+    with spent.watching(), SpecDecodeRuntime(engines, drafting="auto") as runtime:
         opened, plan = free(), getattr(runtime._runner, "base", runtime._runner).memory_plan
         runtime.handle_request(Request(prompt="hello", params=SamplingParams(max_tokens=64)))
         left = {"opened": opened, "answered": free()}
+    seconds = sum(spent.own.values()) - spent.own["kernels"]
     files = {each.resolve() for each in engines.rglob("*") if each.suffix in (".safetensors", ".gguf")}
     return {
         "plan_mib": {name: size / 2**20 for name, size in plan.items.items()} | {"total": plan.total / 2**20},
         "account_mib": taken,
         "free_mib": left,
-        "load_seconds": seconds["load_weights"],
-        "load_gb_per_s": sum(each.stat().st_size for each in files) / 1e9 / seconds["load_weights"],
+        "load_seconds": seconds,
+        "load_gb_per_s": sum(each.stat().st_size for each in files) / 1e9 / seconds,
+        "seconds_of": {"own": spent.own, "threads": spent.others},
+        "bounds_gb_per_s": bounds(max(files, key=lambda file: file.stat().st_size)),
     }
 
 
 def main() -> None:
     """The whole of the tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=["llama-1b:float16", "llama-8b:int4"], help="SHAPE:WEIGHTS")
+    parser.add_argument(
+        "models", nargs="*", default=["llama-1b:float16", "llama-8b:int4"], help="SHAPE:WEIGHTS[:LAYERS]"
+    )
     parser.add_argument("--draft", choices=("float16", "int4"), help="with an EAGLE-3 head of such weights")
     parser.add_argument("--head", default="as-published", help="the head of the packed models")
     parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
@@ -212,12 +228,12 @@ def main() -> None:
     results: dict[str, Any] = {**provenance(), "context_mib": device.context_mib()}
     with resting():  # each process that is measured has its own neighbour
         for model in arguments.models:
-            shape, weights = model.split(":")
+            shape, weights, *layers = model.split(":")
             head = arguments.head if weights == "int4" else "as-published"
             if weights == "q4_k_m":
                 opened, engines = opened_gguf(arguments.work, shape)
             else:
-                engines = prepared(arguments.work, shape, weights, arguments.draft, arguments.kv_cache, head)
+                engines = prepared(arguments.work, shape, weights, layers, arguments.draft, arguments.kv_cache, head)
                 opened = engines
             context = results["context_mib"]
             accounts = accounted(engines, device, context)  # which compiles the kernels, too
@@ -226,11 +242,12 @@ def main() -> None:
                 accounts["compiling_start_seconds"] = start_anew(opened, engines, device, "kernels")
             starts = [start(opened, device) for _ in range(arguments.starts)]
             results[model] = accounts | accounted(engines, device, context)
-            results[model] |= {
-                "first_token_seconds": min(each["first_token_seconds"] for each in starts),
-                "host_mib": max(each["host_mib"] for each in starts),
-                "device_mib": max(each["device_mib"] for each in starts) - context,
-            }
+            if starts:
+                results[model] |= {
+                    "first_token_seconds": min(each["first_token_seconds"] for each in starts),
+                    "host_mib": max(each["host_mib"] for each in starts),
+                    "device_mib": max(each["device_mib"] for each in starts) - context,
+                }
             print(f"{model}: {json.dumps(results[model])}", flush=True)
     device.close()
     report(results, arguments.output)

@@ -11,7 +11,7 @@ from device_weights import from_device_layout
 from golden_files import golden_folder
 from gpu_device import device_copy
 
-from edgellm.engines.backends import packed_loading
+from edgellm.engines.backends import cuda_device, packed_loading, pinned_ring
 from edgellm.engines.backends.device_layouts import packed_layouts, with_delta_products
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -36,6 +36,9 @@ UNLIKE += ("modelopt_int4_awq", "modelopt_nvfp4_awq")
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_loading, "_PIECE", 1500)  # bytes: some rows of a layer at a time
+    monkeypatch.setattr(pinned_ring, "_PIECE", 1 << 10)  # and a part in more than one buffer
+    monkeypatch.setattr(cuda_device, "RING_BYTES", 3 << 10)
+    monkeypatch.setattr(cuda_device, "_LARGE", 1)
     with Checkpoint.open(GOLDENS / name) as checkpoint:
         config = decoder_config(checkpoint.config, checkpoint.generation_config)
         specs = decoder_weights(with_delta_products(config, checkpoint))
@@ -43,7 +46,8 @@ def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str, mon
         layouts = packed_layouts(checkpoint, specs, dtype)
         specs, sizes = [spec for spec in specs if spec.name in layouts], list[int]()
         memory = gpu.zeros_side_by_side({spec.name: (layouts[spec.name].shape, "uint8") for spec in specs})
-        found = PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, memory, sizes.append)
+        with gpu.large_uploads(3 << 10):
+            found = PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, memory, sizes.append)
         assert found.keys() == {spec.name for spec in specs}
         runs = {name: each.runs if isinstance(each, PackedRuns) else (each,) for name, each in found.items()}
         assert sizes == [sum(getattr(run, "data", run).nbytes for run in each) for each in runs.values()]

@@ -15,15 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_images import GoldenModel, assert_close
+from packed_checkpoints import write_packed
 from quantized_checkpoints import logits
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny_families import MIXTURES
 
+from edgellm.engines.backends.packed_loading import _prepare
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.errors import CheckpointError
+from edgellm.engines.errors import CheckpointError, EngineError
+from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.tensors import contiguous
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.quantization.compressed_tensors import PackQuantized
 from edgellm.engines.quantization.config import read_quantization
+from edgellm.engines.quantization.layout import LinearTensors
+from edgellm.engines.quantization.stored import StoredWeight
 from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
 from edgellm.engines.runners.sampling_state import SamplingValues
 
@@ -254,6 +262,80 @@ def test_stacks_are_refused_where_a_block_has_gates_and_ups(tmp_path: Path) -> N
     _fp8_stacks(golden, tmp_path / "model", True, 16)
     with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight_scale_inv"):
         golden.runner(EngineLimits(max_batch=1, prefill_chunk=64, kv_capacity=96))
+
+
+def _with_experts(make_checkpoint: Make, folder: Path, is_symmetric: bool) -> tuple[Path, WeightSpec]:
+    """A mixture in int4, and the gates and ups of a layer."""
+    packed, _ = write_packed(
+        make_checkpoint(folder / "model", 6, **MIXTURES["qwen3_moe"]), folder / "packed", folder / "twin"
+    )
+    if is_symmetric:
+        tensors = {name: each for name, each in load_file(packed / MODEL).items() if "zero_point" not in name}
+        save_file(tensors, packed / MODEL)
+        config = json.loads((packed / "config.json").read_text())
+        config["quantization_config"]["config_groups"]["groups"]["weights"]["symmetric"] = True
+        (packed / "config.json").write_text(json.dumps(config))
+    with Checkpoint.open(packed) as checkpoint:
+        specs = decoder_weights(decoder_config(checkpoint.config, checkpoint.generation_config))
+    return packed, next(spec for spec in specs if spec.experts and len(spec.parts) > spec.experts)
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_experts_that_are_read_as_one_are_those_that_are_read_one_by_one(
+    is_symmetric: bool, make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, spec = _with_experts(make_checkpoint, tmp_path, is_symmetric)
+    counts, found, read = list[int](), list[Any](), PackQuantized.read
+
+    def counted(self: PackQuantized, tensors: LinearTensors) -> StoredWeight:
+        counts[-1] += 1
+        return read(self, tensors)
+
+    monkeypatch.setattr(PackQuantized, "read", counted)
+    with Checkpoint.open(packed) as checkpoint:
+        for _ in range(2):
+            counts.append(0)
+            found += _prepare(checkpoint, spec, "float16")
+            monkeypatch.setattr(PackQuantized, "stacks", lambda self, rows: False)
+        assert counts == [1, len(spec.parts)]
+        one, other = found
+        assert one.layout == other.layout and one.layout.format.zeros != is_symmetric
+        np.testing.assert_array_equal(one.tails, other.tails)
+        for codes, expected in zip(one.codes, other.codes, strict=True):
+            assert codes.shape == expected.shape == spec.parts[0][1]
+            assert codes.data.ctypes.data == expected.data.ctypes.data  # where the file is mapped
+
+
+@pytest.mark.parametrize(
+    ("ending", "value", "said"),
+    [
+        ("scale", np.float16(np.nan), r"experts\.3\.up_proj\.weight_scale' holds nan at \[2, 1\]"),
+        ("shape", None, r"experts\.3\.up_proj\.weight_shape' holds \[64, 32\], expected \[32, 64\]"),
+        ("scale", np.float32, ""),
+        ("zero_point", np.int8(1), r"experts\.3\.up_proj\.weight_zero_point' holds 1 at"),
+    ],
+)
+def test_an_expert_that_is_unlike_is_read_by_itself(
+    ending: str, value: Any, said: str, make_checkpoint: Make, tmp_path: Path
+) -> None:
+    """One that is damaged is named, though all are read as one; one whose scales have another dtype is not damaged."""
+    packed, spec = _with_experts(make_checkpoint, tmp_path, True)
+    tensors = load_file(packed / MODEL)
+    name = next(name for name, _ in spec.parts if ".3.up_proj" in name) + f"_{ending}"
+    if value is None:
+        tensors[name] = tensors[name][::-1].copy()
+    elif isinstance(value, type):
+        tensors[name] = tensors[name].astype(value)
+    else:
+        tensors.setdefault(name, np.zeros((32, 2), np.int8))[2, 1] = value
+    save_file(tensors, packed / MODEL)
+    with Checkpoint.open(packed) as checkpoint:
+        if said:
+            with pytest.raises(CheckpointError, match=said):
+                _prepare(checkpoint, spec, "float16")
+        else:
+            with pytest.raises(EngineError, match="multiplied as one layer"):
+                _prepare(checkpoint, spec, "float16")
 
 
 def test_damaged_experts_are_named(make_checkpoint: Make, tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ import pytest
 from device_weights import from_device_layout
 from packed_weights import GGUF_FORMATS, random_of, random_packed, rescaled, with_factors
 
+from edgellm.kernels.bfloat16 import bfloat16_bits, float32_of
 from edgellm.kernels.quantization.code_words import TURNS, UPPER_TURNS
 from edgellm.kernels.quantization.device_layout import (
     SMALL_SCALE,
     DeviceLayout,
+    _are_of,
+    _bits,
     device_layout,
     layout_refusal,
     to_device_layout,
@@ -44,6 +47,18 @@ def came_back(layout: DeviceLayout, data: np.ndarray, weight: PackedWeight) -> N
     for own, given in zip(found.levels or (), weight.levels or (), strict=True):
         assert own.dtype == given.dtype
         np.testing.assert_array_equal(own, given)
+
+
+@pytest.mark.parametrize("others", [[], [0.0], [-1.0], [2.0**-15], [1 + 2.0**-20], [65519.0]])
+def test_scales_of_16_bits_are_seen_and_rounded_as_others_are(others: list[float]) -> None:
+    """All numbers that a dtype has, by themselves and beside one that is not seen to be of it."""
+    beside = np.array(others, np.float32)
+    halves = np.concatenate([np.arange(0x400, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32), beside])
+    assert _are_of("float16", halves) == (not others)
+    np.testing.assert_array_equal(_bits(halves, "float16"), halves.astype(np.float16).view(np.uint16))
+    brains = np.concatenate([float32_of(np.arange(0x7F80, dtype=np.uint16)), beside])
+    assert _are_of("bfloat16", brains) == (others not in ([1 + 2.0**-20], [65519.0]))
+    np.testing.assert_array_equal(_bits(brains, "bfloat16"), bfloat16_bits(brains))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
