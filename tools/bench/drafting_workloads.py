@@ -1,4 +1,4 @@
-"""What drafting is worth on 40 simulated workloads, against plain decoding and every fixed plan.
+"""What drafting is worth on simulated workloads, against plain decoding and every fixed plan.
 
     python -m tools.bench.drafting_workloads [--only WORDS] [--output TABLE.md]
 
