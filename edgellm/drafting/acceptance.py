@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import pairwise
 from operator import mul
 
 from edgellm.engines.speculation.draft_plan import BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
@@ -120,33 +120,21 @@ class DraftingTally:
         )
 
 
-#: Steps after which an observation counts for a third: some seconds of text, which is how fast texts change.
-MEMORY = 48.0
-#: They fade after so many steps at once.
-FADED = 4
-#: Evidence (in tries) that never fades, so that a forgotten figure stays the best guess until there is a new one.
-LASTING_EVIDENCE = 3.0
-#: How many tries the first guess is worth, or what the depth before tells.
-GUESSED_EVIDENCE = 2.0
-#: How many tries the figures of all kinds are worth.
-SHARED_EVIDENCE = 4.0
-#: A first guess for chains, before anything was drafted: what good heads reach on text that suits them, so that where
-#: drafting can gain the first rounds are drafted and soon tell.
-FIRST_GUESS = 0.85
+#: How likely a chain's token is right in some kinds of text, and how likely each kind is before anything was drafted:
+#: good heads suit most texts, so that where drafting can gain the first rounds are drafted and soon tell.
+KINDS = (0.05, 0.15, 0.3, 0.45, 0.6, 0.72, 0.82, 0.9, 0.95)
+FIRST = [each / 24 for each in (2, 2, 2, 2, 3, 4, 4, 3, 2)]
+#: In every kind passages are easier and harder: the odds that a token is right are so many times as high, or as low.
+SPREAD = 2.0
+#: How likely a text is still of its kind one token later; and the share of what a round says of the kind that is
+#: believed, as rounds that follow each other have more in common than the kind. As what is above settled with
+#: tools/bench/drafting_workloads.py.
+STAYS, BELIEVED = 1 - 1 / 200, 0.6
+#: For how many tokens of a plan what is expected of it counts, and how many are remembered.
+EVIDENCE, MEMORY = 64.0, 1024.0
 #: By how much a tree's levels of n nodes raise the logarithm of a miss: 1 + TREE_GAIN * ln(n). From published mean
-#: acceptance lengths of chains and trees with the same head; it matters only until a kind has figures of its own.
+#: acceptance lengths of chains and trees with the same head; it matters only until a plan has figures of its own.
 TREE_GAIN = 0.18
-_LARGEST = 0.99
-
-
-@dataclass
-class _DepthCounts:
-    """At one depth of a group: to it some rounds came, as many as `tried` now count for, and in this `share` of them a
-    drafted token was right. `miss` is the logarithm of the rest, of a chain."""
-
-    tried: float = 0.0
-    share: float = 0.0
-    miss: float = 0.0
 
 
 def tree_gain(nodes: int, steps: int) -> float:
@@ -154,61 +142,65 @@ def tree_gain(nodes: int, steps: int) -> float:
     return 1.0 + TREE_GAIN * math.log(max(1.0, nodes / steps))
 
 
-class AcceptanceModel:
-    """Acceptance by depth of the plans of a draft model.
+class _Expected:
+    """What a round of a plan should give in each kind of text; what it gave, and should have, beside the root."""
 
-    Plans of one group, all chains or the trees of one shape, have the same probability a_d that depth d is accepted
-    once depth d - 1 was. A group with few figures goes by those of all, which tell by 1 - a = (1 - a_chain)^gain, with
-    the gains of `tree_gain`, what a chain would have, and a depth with few figures by those of the depth before.
+    def __init__(self, plan: DraftPlan) -> None:
+        gain, depths = 1.0 if plan.kind == "chain" else tree_gain(plan.tree_size - 1, plan.steps), range(plan.steps + 1)
+        odds = [(each / (1.0 - each) * SPREAD, each / (1.0 - each) / SPREAD) for each in KINDS]
+        #: How likely a level is right once the one before was, in easy and in hard passages; and that so many are.
+        shares = [[1.0 - (1.0 + each) ** -gain for each in both] for both in odds]
+        self.come = [[sum(share**depth for share in both) / 2 for both in shares] for depth in depths]
+        self.tokens = [sum(each) for each in zip(*self.come, strict=True)]
+        #: How likely it gives one token, two and so on, as far as that is believed.
+        ends = [[a - b for a, b in zip(*each, strict=True)] for each in pairwise(self.come)]
+        self.likely = [[each**BELIEVED for each in row] for row in (*ends, self.come[-1])]
+        self.given = self.due = EVIDENCE
+
+    def promised(self, kinds: Sequence[float]) -> float:
+        """Tokens of a round."""
+        return 1.0 + (sum(map(mul, self.tokens, kinds)) - 1.0) * self.given / self.due
+
+
+class AcceptanceModel:
+    """What the plans of a draft model give.
+
+    How likely its tokens are right is another in each kind of text; which kind it is may change at every token, and is
+    known from rounds by Bayes' rule. Where nothing is drafted it returns to what is likely at first. How much better or
+    worse than that a plan does in all kinds, it shows itself.
     """
 
     def __init__(self, plans: Sequence[DraftPlan]) -> None:
-        self._groups = {plan: plan.name if plan.kind == "tree" else plan.kind for plan in plans}
-        self._gains = {group: tree_gain(plan.tree_size - 1, plan.steps) for plan, group in self._groups.items()}
-        levels = {group: max([plan.steps for plan in plans if self._groups[plan] == group]) for group in self._gains}
-        self._tallies = {group: [_DepthCounts() for _ in range(levels[group])] for group in self._gains}
-        self._unfaded = 0
+        self._plans = {plan: _Expected(plan) for plan in plans}
+        self._kinds = FIRST  # how likely the text is of each
 
     def record(self, plan: DraftPlan | None, lengths: Sequence[int], steps: int = 1) -> None:
-        """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences; with it,
-        and with so many `steps` of another kind (None), earlier ones count for less."""
-        self._unfaded += steps
-        if self._unfaded >= FADED:
-            self._fade()
-        if plan is None:
-            return
-        group = self._groups[plan]
-        for depth, tally in enumerate(self._tallies[group][: min(plan.steps, max(lengths))], 1):
-            reached = sum([length >= depth for length in lengths])
-            came = sum([length > depth for length in lengths])
-            tally.tried += reached
-            tally.share += (came - reached * tally.share) / tally.tried
-            tally.miss = math.log(1.0 - min(_LARGEST, tally.share)) / self._gains[group]
-
-    def _fade(self) -> None:
-        kept, self._unfaded = (1.0 - 1.0 / MEMORY) ** self._unfaded, 0
-        for tallies in self._tallies.values():
-            for tally in tallies:
-                if tally.tried > LASTING_EVIDENCE:
-                    tally.tried = max(LASTING_EVIDENCE, kept * tally.tried)
+        """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences, of which n
+        say as much as the root of n, as their texts may differ; or so many `steps` of another kind (None)."""
+        tokens = float(steps) if plan is None else sum(lengths) / len(lengths)
+        kept = STAYS**tokens
+        changed = 1.0 - kept
+        kinds = [kept * kind + changed * first for kind, first in zip(self._kinds, FIRST, strict=True)]
+        if plan is not None:
+            expected = self._plans[plan]
+            power, said = len(lengths) ** -0.5, zip(*[expected.likely[length - 1] for length in lengths], strict=True)
+            kinds = [kind * math.prod(each) ** power for kind, each in zip(kinds, said, strict=True)]
+            whole = sum(kinds)
+            kinds = [kind / whole for kind in kinds]
+            fading = min(1.0, MEMORY / expected.due)
+            expected.given = fading * expected.given + tokens - 1.0
+            expected.due = fading * expected.due + sum(map(mul, expected.tokens, kinds)) - 1.0
+        self._kinds = kinds
 
     def promises(self) -> list[tuple[DraftPlan, float]]:
         """The plans, with the tokens that a round of each should give."""
-        of_groups = self.estimates().items()
-        tokens = {group: [*accumulate(accumulate(shares, mul), initial=1.0)] for group, shares in of_groups}
-        return [(plan, tokens[group][plan.steps]) for plan, group in self._groups.items()]
+        return [(plan, expected.promised(self._kinds)) for plan, expected in self._plans.items()]
 
     def estimates(self) -> dict[str, list[float]]:
-        """The shares a_1, a_2, ... of each group, each given that the depth before was accepted."""
-        misses, miss = list[float](), math.log(1.0 - FIRST_GUESS)
-        for depth in zip_longest(*self._tallies.values(), fillvalue=_DepthCounts()):
-            missed = sum([tally.tried * tally.miss for tally in depth]) + GUESSED_EVIDENCE * miss
-            miss = missed / (sum([tally.tried for tally in depth]) + GUESSED_EVIDENCE)
-            misses.append(miss)
-        found: dict[str, list[float]] = {}
-        for group, gain in self._gains.items():
-            shares = found[group] = []
-            for tally, miss in zip(self._tallies[group], misses, strict=False):  # not all are as deep
-                shared = SHARED_EVIDENCE * (1.0 - math.exp(gain * miss))
-                shares.append((tally.tried * tally.share + shared) / (tally.tried + SHARED_EVIDENCE))
+        """The shares a_1, a_2, ... of chains, and of each tree, that should be right where the depth before was."""
+        found = {}
+        for plan, expected in self._plans.items():
+            come = [sum(map(mul, self._kinds, row)) for row in expected.come]
+            name = plan.name if plan.kind == "tree" else plan.kind
+            found[name] = [right / before for before, right in pairwise(come)]
         return found

@@ -42,9 +42,9 @@ class DraftingReport:
     """What was chosen for the latest batch size, and why.
 
     `rounds` counts finished rounds by plan, plain steps included; `explored` those that were tried against the
-    forecast. `acceptance` holds, by group of the draft model's plans, the estimated probability that depth 1, 2, ... is
-    accepted once the depth before was; of what was said before, how often candidates came over what was promised.
-    `forecasts` are sorted, the fastest first.
+    forecast. `acceptance` holds, for a draft model's chains and each of its trees, how likely depth 1, 2, ... is
+    accepted in a text like this once the depth before was; of what was said before, how often candidates came over what
+    was promised. `forecasts` are sorted, the fastest first.
     """
 
     chosen: str

@@ -61,36 +61,36 @@ class Search:
 
 
 class Account:
-    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and a tenth of what was
-    saved lately, up to `MOST_EARNED` steps. What counts is the loss since the best place of the latest `WINDOW` tokens.
+    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and rounds that should pay
+    a share of what was saved lately. What counts is the loss since the best place of the latest `WINDOW` tokens.
 
     A text that suits the drafts has hard spells, too. So `LATER` is left for tries behind that place, more and more of
     which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late. And no round but the
     cheapest may lose more than one part in `CAREFUL` of what is left, so that several tell of a change.
     """
 
-    #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
-    WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
-    #: Of what was saved over so many tokens this share may be lost, and at most so many steps. Without it a head that
-    #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md.xz).
-    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 10.0
+    #: Settled with tools/bench/drafting_workloads.py. The first steps of a process are slow: rounds that are weighed
+    #: against them lose some `AT_FIRST` more than is seen.
+    WINDOW, MOST_LOST, LATER, SOON, CAREFUL, AT_FIRST = 512, 4.6, 1.5, 8, 2.0, 2.5
+    #: Of what was saved over so many tokens this share may be lost, and at most so many steps: between windows and what
+    #: texts near the break-even gain (tools/bench/results/2026-11-30-cpu-learner-fast-device.md.xz).
+    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.2, 8.0
 
     def __init__(self) -> None:
         self._tokens = self._saved = self._earned = 0.0
         #: Places, in tokens, and what was saved up to them, each more than at all later ones; and what each round under
         #: way may lose.
-        self._best, self.risks = deque([(0.0, 0.0)]), deque[float]()
+        self._best, self.risks = deque([(0.0, self.AT_FIRST)]), deque[float]()
 
-    @property
-    def left(self) -> float:
-        """What may be lost, whatever comes of the steps under way."""
-        earned = min(self.MOST_EARNED, self.EARNED_SHARE * max(0.0, self._earned))
+    def left(self, pays: bool) -> float:
+        """What may be lost, whatever comes of the steps under way; where it `pays`, by the forecast, more."""
+        earned = min(self.MOST_EARNED, self.EARNED_SHARE * max(0.0, self._earned)) if pays else 0.0
         return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self.risks)
 
-    def affordable(self, cheapest: float) -> float:
+    def affordable(self, cheapest: float, pays: bool) -> float:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
         passed = math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
-        left = self.left - self.LATER * (1.0 - passed)  # all of it behind `WINDOW` tokens
+        left = self.left(pays) - self.LATER * (1.0 - passed)  # all of it behind `WINDOW` tokens
         return max(min(left, cheapest), left / self.CAREFUL)
 
     def ended(self, tokens: float, saved: float, drafted: bool = True) -> None:
@@ -224,7 +224,7 @@ class OwnPlans:
             self._rated[step.batch, step.ruled] = rated
         place = next(place for place, option in enumerate(rated) if option.plan is None)
         least = min([option.steps for option in rated[:place] or rated[1:]], default=1.0)  # of those that pay, if any
-        most, largest = 1.0 + self._account.affordable(least - 1.0), self._largest
+        most, largest = 1.0 + self._account.affordable(least - 1.0, place > 0), self._largest
         return [each for each in rated if each.plan is None or (each.steps <= most and each.plan.tree_size <= largest)]
 
     def _best(self, safe: Sequence[Option], step: Step) -> Option:

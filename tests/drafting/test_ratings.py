@@ -119,29 +119,31 @@ def test_whatever_steps_take_figures_stay_numbers() -> None:
 
 
 def test_no_window_loses_more_than_the_account_holds() -> None:
-    """Rounds are taken as long as they are affordable, and give nothing; what was saved before pays for a few more."""
-    for saved, cost in ((0.0, 0.4), (500.0, 0.4), (500.0, 1.1)):
+    """Rounds are taken as long as they are affordable, and give nothing; what was saved before pays for a few more, as
+    long as these should pay."""
+    for saved, cost, pays in ((0.0, 0.4, True), (500.0, 0.4, True), (500.0, 1.1, True), (500.0, 0.4, False)):
         account, lost = Account(), []
         for _ in range(200):
             account.ended(2.0, saved / 200)
             lost += [-saved / 400] * 2
         for _ in range(3000):
-            taken = cost <= account.affordable(cost)
+            taken = cost <= account.affordable(cost, pays)
             account.risks.append(cost if taken else 0.0)
             account.ended(1.0, -cost if taken else 0.0)
             lost.append(cost if taken else 0.0)
         sums = np.cumsum([0.0, *lost])
         worst = max(sums[Account.WINDOW :] - sums[: -Account.WINDOW])
-        assert 0.6 * Account.MOST_LOST < worst <= Account.MOST_LOST + (Account.MOST_EARNED if saved else 0.0)
+        assert 0.6 * Account.MOST_LOST < worst <= Account.MOST_LOST + (Account.MOST_EARNED if saved and pays else 0.0)
         assert sum(lost[-1500:]) > 2 * cost, "what was lost is forgotten behind the window"
 
 
 def test_a_spell_is_soon_over_and_the_rest_is_for_later() -> None:
     account = Account()
+    account.ended(1.0, 3.0)
 
     def lose() -> int:
         count = 0
-        while account.affordable(0.5) >= 0.5:
+        while account.affordable(0.5, pays=False) >= 0.5:
             account.ended(1.0, -0.5)
             count += 1
         return count
@@ -161,21 +163,22 @@ def test_what_is_under_way_is_spent_until_it_has_ended() -> None:
     account = Account()
     for _ in range(3):
         account.risks.append(1.5)
-    assert account.left < 0.2 and account.affordable(0.1) < 0.1
+    assert account.left(True) < 0.2 and account.affordable(0.1, True) < 0.1
     for _ in range(3):
         account.ended(3.0, 0.8)
-    left = account.left
-    assert 0.0 < left - Account.MOST_LOST <= Account.EARNED_SHARE * 3 * 0.8
+    left = account.left(True)
+    assert 0.0 < left - account.left(False) <= Account.EARNED_SHARE * 3 * 0.8, "what pays may lose what was saved"
     account.risks.append(3.0)
     account.risks.clear()
-    assert account.left == left
+    assert account.left(True) == left
 
 
 def test_only_the_cheapest_round_may_lose_what_is_left() -> None:
     account = Account()
-    assert account.affordable(0.4) >= 1.5
+    account.ended(1.0, 3.0)
+    assert account.affordable(0.4, False) >= 1.5
     account.ended(1.0, -2.6)
-    assert 0.4 <= account.affordable(0.4) < 0.45
+    assert 0.4 <= account.affordable(0.4, False) < 0.45
 
 
 def test_a_draft_in_one_pass_is_not_guessed_by_levels() -> None:

@@ -65,12 +65,14 @@ class Device(NamedTuple):
 
 #: 1B shapes in fp16 on an H200; the same as an Orin has bandwidth and arithmetic, in fp16 and in int4 with a draft in
 #: fp16 (2026-11-28-h200-boards.md.xz); the shipped model on two cores (2026-11-28-cpu-learner.md.xz), and on an H200,
-#: where the host takes as long as a plain step (2026-11-29-h200-proofs.md.xz) and what the learner takes is not hidden.
+#: where the host takes as long as a plain step (2026-11-29-h200-proofs.md.xz) and what the learner takes is not hidden;
+#: SmolLM2 with the head of 2026-11-29-h200-head-training.md.xz there, as 2026-11-30-h200-forms.md has it.
 H200 = Device("H200", 0.775e-3, 1.1, 0.155, 0.010)
 ORIN = Device("Orin", 7.0e-3, 1.05, 0.105, 0.009, host=1.5e-4, ask=1e-4)
 INT4 = Device("Orin int4", 3.4e-3, 1.35, 0.25, 0.03, host=1.5e-4, ask=1e-4)
 CPU = Device("NumPy", 2.65e-3, 2.6, 0.2, 0.09, more=0.5, host=1e-4, ask=1e-4, ahead=0)
-SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, think=2e-5, rate=7.5e-5, cold=8)
+SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, think=2e-5, rate=5e-5, cold=8)
+SMOLLM2 = Device("H200 SmolLM2", 0.45e-3, 1.57, 0.055, 0.033, host=1.15e-4, think=2e-5, rate=5e-5, cold=8)
 
 
 @dataclass

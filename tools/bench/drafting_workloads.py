@@ -1,4 +1,4 @@
-"""What drafting is worth on 40 simulated workloads, against plain decoding and every fixed plan.
+"""What drafting is worth on simulated workloads, against plain decoding and every fixed plan.
 
     python -m tools.bench.drafting_workloads [--only WORDS] [--output TABLE.md]
 
@@ -32,6 +32,7 @@ from tools.bench.drafting_simulation import (
     INT4,
     ORIN,
     SHIPPED,
+    SMOLLM2,
     Device,
     Simulated,
     Text,
@@ -75,7 +76,7 @@ class Workload(NamedTuple):
 
 
 def workloads() -> list[Workload]:
-    """Forty, then those of a model whose steps are no longer than the host's."""
+    """Forty, then those of a model whose steps are no longer than the host's, and of a small one."""
     found = []
     for device in (H200, ORIN, INT4, CPU):
         found += [Workload(device, "model", (kind,)) for kind in ("chat", "code", "unseen")]
@@ -90,7 +91,8 @@ def workloads() -> list[Workload]:
     found += [Workload(H200, "model", ("chat", "code"), batch, length=1500) for batch in (4, 8)]
     found.append(Workload(H200, "both", ("edit", "unseen"), 4, 0.7, length=1500))
     fast = [each for each in found if each.device is H200 and each.batch < 8]
-    return [*found, *(each._replace(device=SHIPPED) for each in fast)]
+    found += [each._replace(device=SHIPPED) for each in fast]
+    return [*found, *(each._replace(device=SMOLLM2) for each in fast if each.drafts == "model")]
 
 
 def texts(workload: Workload) -> list[list[Text]]:
