@@ -66,7 +66,7 @@ class Device(NamedTuple):
 #: 1B shapes in fp16 on an H200; the same as an Orin has bandwidth and arithmetic, in fp16 and in int4 with a draft in
 #: fp16 (2026-11-28-h200-boards.md.xz); the shipped model on two cores (2026-11-28-cpu-learner.md.xz), and on an H200,
 #: where the host takes as long as a plain step (2026-11-29-h200-proofs.md.xz) and what the learner takes is not hidden;
-#: SmolLM2 with the head of 2026-11-29-h200-head-training.md.xz there, as 2026-11-30-h200-forms.md has it.
+#: SmolLM2 with the head of 2026-11-29-h200-head-training.md.xz there, as 2026-11-30-h200-forms.md.xz has it.
 H200 = Device("H200", 0.775e-3, 1.1, 0.155, 0.010)
 ORIN = Device("Orin", 7.0e-3, 1.05, 0.105, 0.009, host=1.5e-4, ask=1e-4)
 INT4 = Device("Orin int4", 3.4e-3, 1.35, 0.25, 0.03, host=1.5e-4, ask=1e-4)
