@@ -265,7 +265,8 @@ def test_reading_a_character_takes_as_long_in_a_long_text(name: str, before: str
         reader.finish()
         return time.thread_time() - began
 
-    assert seconds(12_000) < 9 * min(seconds(3_000) for _ in range(3))
+    # The best of several each: a collection of garbage, of all that the tests keep, takes longer than either.
+    assert min(seconds(12_000) for _ in range(3)) < 9 * min(seconds(3_000) for _ in range(3))
 
 
 def test_a_second_mark_begins_a_call_behind_a_broken_one() -> None:
