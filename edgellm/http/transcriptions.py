@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from edgellm.http.answers import CompletionWriter, Piece, event
-from edgellm.http.errors import HTTPError, checked, http_error, wrong
+from edgellm.http.errors import HTTPError, checked, http_error, refused, wrong
 from edgellm.http.fields import SAMPLING, Fields, ParsedRequest, ServedModel
 from edgellm.requests import Response
 from edgellm.transcription import LANGUAGES, TranscriptReader, language_name, transcription_request
@@ -80,7 +80,7 @@ def _value(name: str, part: bytes) -> Any:
     try:
         text = part[:_MOST_BYTES].decode()
     except UnicodeDecodeError as error:
-        raise HTTPError(400, f"{name[:80]} is no text in UTF-8", param=name[:80]) from error
+        raise refused(name[:80], f"{name[:80]} is no text in UTF-8") from error
     lower = text.lower()  # Python's clients write True
     return json.loads(lower) if name in _TYPED and _JSON.fullmatch(lower) else text
 

@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError
-from edgellm.snapshots.prefixes import common_tokens, token_key
 from edgellm.text.messages import ENCODER_NAMES, JSONCopy, checked_tools, checked_variables, media_kind, text_of_part
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.functions import described_tools
@@ -98,10 +99,7 @@ class PromptRecord:
         """The record of a header, which anybody may have written; RequestError says what is wrong with it."""
         if len(text) > LARGEST_RECORD:
             raise RequestError(f"it has {len(text):,} characters, expected at most {LARGEST_RECORD:,}")
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"it is not valid JSON ({error})") from error
+        values = parse_json(text, "it", RequestError, any_number=True)
         known = ("content", "tools", "template_variables")
         if not isinstance(values, dict) or "content" not in values or not values.keys() <= set(known):
             raise RequestError(f"it is not an object with the keys {', '.join(known)}")
@@ -165,7 +163,7 @@ def beginning_ids(
         )
         for each in _QUESTIONS
     )
-    return first[: common_tokens(token_key(first), token_key(second))]
+    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
 
 
 def _check_parts(parts: Any) -> None:

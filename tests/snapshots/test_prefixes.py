@@ -11,11 +11,10 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.prefixes import common_tokens, reusable_rows, token_key
+from edgellm.snapshots.binding import SnapshotBinding, token_key
+from edgellm.snapshots.contents import KVContents, reusable_rows
 from edgellm.snapshots.snapshot import SnapshotFacts
-from edgellm.snapshots.store import SnapshotStore
+from edgellm.snapshots.store import SnapshotStore, common_tokens
 
 # Few ids, large ones among them, so that prefixes are often shared and bytes of different ids agree.
 TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 65536, 2**31 - 1]), min_size=1, max_size=8).map(tuple)
