@@ -104,9 +104,6 @@ class TranscriptionWriter(CompletionWriter):
         duration = round(self._asked.echoed["seconds"], 3)
         return {"task": "transcribe", "language": language, "duration": duration, "text": text}
 
-    def begin(self) -> Iterator[bytes]:
-        yield from ()
-
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         yield from self._delta_event(self._reader.read(piece.content))
 
