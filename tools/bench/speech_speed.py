@@ -43,7 +43,6 @@ from edgellm.engines.families.audio_encoders import audio_config, audio_weights
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
-from edgellm.media.audio import AudioEncoder
 from edgellm.multimodal.log_mel import Sound
 from edgellm.speech_stream import SpeechStream
 
