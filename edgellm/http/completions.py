@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from edgellm.errors import number_of, shown
 from edgellm.http.errors import HTTPError, refused, wrong
 from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_chat_logprobs, with_logprobs
-from edgellm.sampling_params import LARGEST_SEED
 
 #: Completions end after so many tokens where nothing says how many; a request has at most so many answers.
 COMPLETION_TOKENS, MOST_ANSWERS = 16, 64
@@ -81,10 +81,8 @@ def completion(body: bytes, model: ServedModel) -> ParsedRequest:
         raise HTTPError(400, f"{found}: expected 1 to {MOST_ANSWERS} answers", param="prompt" if count == 1 else "n")
     request |= {"prompt": prompts[0], "params": params}
     first = fields.parsed({"": "prompt"}, request, answers_each=count, echo=echo)
-    seeds = [None if params.seed is None else (params.seed + more) % (LARGEST_SEED + 1) for more in range(count)]
-    drawn = [replace(params, seed=seed) for seed in seeds]
-    requests = tuple(replace(first.request, prompt=prompt, params=each) for prompt in prompts for each in drawn)
-    return replace(first, requests=requests)
+    each_prompt = (replace(first.request, prompt=prompt).repeated(count) for prompt in prompts)
+    return replace(first, requests=tuple(chain.from_iterable(each_prompt)))
 
 
 def tokens(body: bytes, model: ServedModel) -> ParsedRequest:

@@ -11,7 +11,7 @@ from typing import Any
 
 from edgellm.engines.formats.strict_formats import parsed_json
 from edgellm.errors import shown
-from edgellm.http.answers import FINISH_REASONS, Piece, Writer, logprob_objects
+from edgellm.http.answers import Piece, Writer, is_cut, logprob_objects
 from edgellm.http.errors import HTTPError, refused, unserved, wrong
 from edgellm.http.fields import Fields, ParsedRequest, ServedModel, with_chat_logprobs
 from edgellm.requests import Response
@@ -239,11 +239,10 @@ class GenerateWriter(Writer):
     def _ending(self, response: Response) -> dict[str, Any]:
         """Why an answer ended, and what it took, in nanoseconds."""
         usage, timings = response.usage, response.timings
-        reason = "length" if FINISH_REASONS.get(response.finish_reason) == "length" else "stop"
         error = response.tool_call_error
         return {
             "done": True,
-            "done_reason": reason,
+            "done_reason": "length" if is_cut(response) else "stop",
             "total_duration": round(timings.total_seconds * _BILLION),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,

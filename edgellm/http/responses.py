@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edgellm.errors import shown
-from edgellm.http.answers import FINISH_REASONS, Piece, Writer, event, logprob_objects
+from edgellm.http.answers import Piece, Writer, event, is_cut, logprob_objects
 from edgellm.http.errors import HTTPError, refused, wrong
 from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs
 from edgellm.http.kept_responses import Items, KeptResponses
@@ -228,10 +228,6 @@ def _text(part: Any, what: str) -> str:
     raise refused("input", f"{what} has a part that is no text, image, sound or video: {shown(part)[:80]}")
 
 
-def _is_cut(response: Response) -> bool:
-    return FINISH_REASONS.get(response.finish_reason) == "length"
-
-
 class ResponseWriter(Writer):
     """Writes answers of `/v1/responses`."""
 
@@ -319,7 +315,7 @@ class ResponseWriter(Writer):
             yield from self._said("")
         item, place, self._open = self._open, self._place(self._open), None
         done = f"response.{_ITEMS[item['type']][3]}.done"
-        is_cut = response is not None and _is_cut(response)
+        is_incomplete = response is not None and is_cut(response)
         if "content" in item:
             (part,) = item["content"]
             more = {}
@@ -332,9 +328,9 @@ class ResponseWriter(Writer):
                 # Text that clients hand back unread. It is no secret: it stands in `content`, too.
                 item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode("ascii")
         else:
-            is_cut = not is_object(item["arguments"])
+            is_incomplete = not is_object(item["arguments"])
             yield self._event(done, **place, arguments=item["arguments"])
-        item["status"] = "incomplete" if is_cut else "completed"
+        item["status"] = "incomplete" if is_incomplete else "completed"
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
 
@@ -348,10 +344,10 @@ class ResponseWriter(Writer):
 
     def _finished(self, response: Response) -> dict[str, Any]:
         """The answer, which is kept where that was asked for."""
-        usage, is_cut = response.usage, _is_cut(response)
-        finished = self._object("incomplete" if is_cut else "completed") | {
-            "completed_at": None if is_cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        usage, is_incomplete = response.usage, is_cut(response)
+        finished = self._object("incomplete" if is_incomplete else "completed") | {
+            "completed_at": None if is_incomplete else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.reused_tokens, "cache_write_tokens": 0},
