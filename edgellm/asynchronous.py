@@ -213,7 +213,7 @@ class AsyncLLM(
     open waits for that, and only properties of the model (`tokenizer`, `adapters`, ...) raise RequestError until then.
     """
 
-    def _own(self, thread: EngineThread) -> None:
+    def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
         self._thread = thread
         #: The same model for threads.
         self.served = LLM.of_thread(thread)

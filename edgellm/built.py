@@ -7,7 +7,7 @@ from pathlib import Path
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_weights
 from edgellm.errors import EngineDirectoryError, TemplateError
-from edgellm.media.encoders import open_texts, vision_directory
+from edgellm.media.opening import open_texts, vision_directory
 from edgellm.metrics import Metrics
 from edgellm.text.template_budget import TemplateRaised
 from edgellm.tool_calls.calling import ToolCalling

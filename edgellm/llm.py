@@ -89,7 +89,7 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         open_runtime = partial(SpecDecodeRuntime, **given, metrics=metrics)
         self._own(EngineThread(open_runtime, metrics, queue_limit))
 
-    def _own(self, thread: EngineThread) -> None:
+    def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
         self._thread = thread
 
     @property
@@ -309,13 +309,13 @@ class LLM(
     """
 
     @classmethod
-    def of_thread(cls, thread: EngineThread) -> LLM:
+    def of_thread(cls, thread: EngineThread[SpecDecodeRuntime]) -> LLM:
         """The model of a thread, whose `opened` what is asked of it waits for."""
         llm = cls.__new__(cls)
         llm._own(thread, waits=False)
         return llm
 
-    def _own(self, thread: EngineThread, waits: bool = True) -> None:
+    def _own(self, thread: EngineThread[SpecDecodeRuntime], waits: bool = True) -> None:
         self._thread = thread
         # Nobody can close what nobody holds any more: it would keep its memory until the process ends.
         finalize(self, thread.stop).atexit = False  # then the thread closes itself

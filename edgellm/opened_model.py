@@ -30,7 +30,8 @@ from edgellm.errors import DeviceLostError, EdgeLLMError, RequestError, closed_e
 from edgellm.hub.directories import local_directory
 from edgellm.kernels.made import Made
 from edgellm.kernels.user_paths import user_path
-from edgellm.media.encoders import MediaEncoders, open_encoders, open_texts, vision_directory
+from edgellm.media.encoders import MediaEncoders
+from edgellm.media.opening import open_encoders, open_texts, vision_directory
 from edgellm.metrics import Metrics
 from edgellm.prefilled import HiddenStates
 from edgellm.sampling_params import SamplingParams
@@ -238,12 +239,10 @@ class OpenedModel(Closing):
         return count
 
     def lost(self) -> DeviceLostError | None:
-        """What the device has failed with where nothing more can be computed on it."""
         return self._open_runner().backend.lost()
 
     def idle(self) -> bool:
-        """Do a little, some milliseconds, of what was put off until nobody waits, whether there was any: it captures a
-        step that was left for later, or prepares prompts."""
+        """See `edgellm.serving.server.Engine`: it captures a step that was left for later, or prepares prompts."""
         with self._exclusive():
             return self._capture(1, self._open_runner().base.prepare_prompt) > 0
 

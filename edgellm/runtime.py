@@ -115,7 +115,6 @@ class SpecDecodeRuntime(OpenedModel):
         return request.vector(state)
 
     def loop(self) -> DecodingLoop:
-        """The loop to answer requests with; asked for again after each call, which may have changed something."""
         runner, snapshots, drafter = self._open_runner(), self._open_snapshots(), self._drafters.drafter
         if self._observer is not None:
             runner = cast(DecodingRunner, ObservedRunner(runner, self._observer))
@@ -147,7 +146,7 @@ class SpecDecodeRuntime(OpenedModel):
         callbacks = callbacks_of_each(on_chunk, None if isinstance(request, Request) else len(requests))
         states = [self._state_of(each) for each in requests]
         with self._exclusive():
-            results = serve_all(self, states, callbacks)
+            results = serve_all(self, self.metrics, states, callbacks)
         if not isinstance(request, Request):
             return results
         if isinstance(results[0], Exception):

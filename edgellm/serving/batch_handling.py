@@ -6,17 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError, require_kind
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Chunk, Request, Response, request_list
 from edgellm.serving.request_queue import RequestQueue
-from edgellm.serving.server import RequestServer
-
-if TYPE_CHECKING:
-    from edgellm.runtime import SpecDecodeRuntime
+from edgellm.serving.server import Engine, RequestServer
 
 OnChunk = Callable[[Chunk], object]
 
@@ -108,9 +105,9 @@ def _result(
 
 
 def serve_all(
-    runtime: SpecDecodeRuntime, states: Sequence[RequestState | EdgeLLMError], callbacks: Sequence[OnChunk | None]
+    engine: Engine, metrics: Metrics, states: Sequence[RequestState | EdgeLLMError], callbacks: Sequence[OnChunk | None]
 ) -> list[Response | Exception]:
-    """Answer requests with a runtime in this thread, and call each one's callback between rounds.
+    """Answer requests with an engine in this thread, and call each one's callback between rounds.
 
     The results are in their order; one that was refused already has its error for a result.
     """
@@ -119,7 +116,7 @@ def serve_all(
     for each, callback in zip(states, callbacks, strict=True):
         if isinstance(each, RequestState):
             queue.put(each)
-            runtime.metrics.accepted()
+            metrics.accepted()
             if callback is not None or each.stop_when is not None:  # which is called by reading
                 readers[each] = callback or (lambda chunk: None)
 
@@ -135,7 +132,7 @@ def serve_all(
                 if request_state.ended:
                     request_state.end(None, error)
 
-    RequestServer(runtime, queue, runtime.metrics).serve(after_round=hand_over)
+    RequestServer(engine, queue, metrics).serve(after_round=hand_over)
     return [each if isinstance(each, Exception) else each.outcome() for each in states]
 
 

@@ -7,9 +7,9 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from edgellm.decoding.loop import EmittedToken
+from edgellm.decoding.loop import DecodingLoop, EmittedToken
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import DeviceLostError, EdgeLLMError, EngineError
 from edgellm.generation import RequestState
@@ -18,10 +18,23 @@ from edgellm.requests import Chunk, Response
 from edgellm.serving.request_queue import Call, Entry, RequestQueue
 from edgellm.text.output import FinishReason
 
-if TYPE_CHECKING:
-    from edgellm.runtime import SpecDecodeRuntime
-
 logger = logging.getLogger("edgellm.serving")
+
+
+class Engine(Protocol):
+    """What answers requests: `edgellm.runtime.SpecDecodeRuntime`."""
+
+    def loop(self) -> DecodingLoop:
+        """The loop to answer requests with; asked for again after each call, which may have changed something."""
+
+    def idle(self) -> bool:
+        """Do a little, some milliseconds, of what was put off until nobody waits; whether there was any."""
+
+    def lost(self) -> DeviceLostError | None:
+        """What the device has failed with where nothing more can be computed on it."""
+
+    def close(self) -> None:
+        """Free everything."""
 
 
 class RequestServer:
@@ -32,7 +45,7 @@ class RequestServer:
     thread; others may put into the queue, cancel, and ask for `running`.
     """
 
-    def __init__(self, engine: SpecDecodeRuntime, queue: RequestQueue, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, queue: RequestQueue, metrics: Metrics) -> None:
         self._engine, self._queue, self._metrics = engine, queue, metrics
         self._loop = engine.loop()
         self._request_states: dict[DecodingSequence, RequestState] = {}

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import DeviceLostError, EngineError, closed_error, is_whole, require
@@ -18,18 +18,17 @@ from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Request
 from edgellm.serving.request_queue import Call, RequestQueue
-from edgellm.serving.server import RequestServer, end_request
-
-if TYPE_CHECKING:
-    from edgellm.runtime import SpecDecodeRuntime
+from edgellm.serving.server import Engine, RequestServer, end_request
 
 logger = logging.getLogger("edgellm.serving")
 
 #: How many requests may wait where nobody says otherwise.
 QUEUE_LIMIT = 1024
 
+OpenedEngine = TypeVar("OpenedEngine", bound=Engine)
 
-class EngineThread:
+
+class EngineThread(Generic[OpenedEngine]):
     """Opens an engine in a thread of its own and answers requests with it: the higher priority first, and of one
     priority by turns of the clients.
 
@@ -38,12 +37,12 @@ class EngineThread:
     """
 
     def __init__(
-        self, open_engine: Callable[[], SpecDecodeRuntime], metrics: Metrics, queue_limit: int = QUEUE_LIMIT
+        self, open_engine: Callable[[], OpenedEngine], metrics: Metrics, queue_limit: int = QUEUE_LIMIT
     ) -> None:
         """`opened` has the engine, or what opening it raised, when that is done; `closed` ends with the thread."""
         require(is_whole(queue_limit, 1), "queue_limit", queue_limit, "a whole number of at least 1")
         self.metrics = metrics
-        self.opened: Future[SpecDecodeRuntime] = Future()
+        self.opened: Future[OpenedEngine] = Future()
         self.closed: Future[None] = Future()
         for result in (self.opened, self.closed):
             result.set_running_or_notify_cancel()  # who waits for them may give up, they go on
@@ -95,7 +94,7 @@ class EngineThread:
         """Raise what `submit` would, but for a full queue."""
         self._queue.check()
 
-    def call(self, function: Callable[[SpecDecodeRuntime], Any]) -> Future[Any]:
+    def call(self, function: Callable[[OpenedEngine], Any]) -> Future[Any]:
         """Run a function of the engine in its thread when its turn comes and no request is being computed."""
         call = Call(lambda: function(self.opened.result()))
         self._queue.put(call)
@@ -140,7 +139,7 @@ class EngineThread:
         atexit.unregister(self.close)
         self.closed.set_result(None)
 
-    def _serve(self, engine: SpecDecodeRuntime) -> None:
+    def _serve(self, engine: OpenedEngine) -> None:
         server = self._server = RequestServer(engine, self._queue, self.metrics)
         while True:
             if not server.running and not server.preempted:

@@ -46,7 +46,7 @@ class TypeSchemas:
             return {"type": _PLAIN[hint]}
         if origin is Literal:
             return {"enum": _named(arguments, place)}
-        if isinstance(hint, enum.EnumMeta):
+        if _is_enum(hint):
             return {"enum": _named([member.value for member in hint], place)}
         if origin is list:
             return {"type": "array", **({"items": self.of(arguments[0], place)} if arguments else {})}
@@ -97,7 +97,7 @@ def typed_value(hint: Any, value: Any) -> Any:
         return {name: typed_value(arguments[1], each) for name, each in value.items()}
     if get_origin(hint) in _UNIONS:
         return typed_value(next((each for each in arguments if _fits(each, value)), Any), value)
-    if isinstance(hint, enum.EnumMeta):
+    if _is_enum(hint):
         return hint(value)
     if fields is not None:
         hints = hints_of(hint)
@@ -112,7 +112,7 @@ def _fits(hint: Any, value: Any) -> bool:
         return type(value) is hint or (hint is float and type(value) is int)
     if get_origin(hint) in _UNIONS:
         return any(_fits(each, value) for each in arguments)
-    if origin is Literal or isinstance(hint, enum.EnumMeta):
+    if origin is Literal or _is_enum(hint):
         allowed = arguments if origin is Literal else [member.value for member in hint]
         return any(type(each) is type(value) and each == value for each in allowed)
     if origin is list:
@@ -140,6 +140,10 @@ def _fields(cls: Any) -> dict[str, bool] | None:
     missing = dataclasses.MISSING
     fields = [field for field in dataclasses.fields(cls) if field.init]
     return {field.name: field.default is missing and field.default_factory is missing for field in fields}
+
+
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, enum.EnumMeta)
 
 
 def _named(values: Any, place: str) -> list[Any]:
