@@ -1,9 +1,9 @@
 """Which plan is taken: plain steps, a draft model's rounds, or rounds of what the host knows.
 
 One learner rates all by the tokens that they should give in the time of a plain step. Choices follow from finished
-steps alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps
-that their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for
-candidates of the host has a budget of its own (`Search`). Behind a look in vain the decoding loop asks nothing a while.
+steps alone, never from a draft that is under way, so they cannot bias the output. What steps, and looking for
+candidates of the host, took over the plain steps that their tokens would have taken is drawn from an `Account`, without
+which no draft model is asked and nothing is looked for. Behind a look in vain the decoding loop asks nothing a while.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Learner(Policy):
         self._latest, self._best_compared = (1, False), tuple[Option, ...]()
         self._choice, self._rounds = OwnPlans(own, adaptive, self.account, ahead), Counter[str]()
         #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
-        self._chosen, self.searches = 0, (Search(), Search())
+        self._chosen, self.searches = 0, (Search(self.account), Search(self.account))
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, [0.0, 0.0]
@@ -130,7 +130,7 @@ class Learner(Policy):
         return plan, None
 
     def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
-        """Whether it is time to look for candidates, `is_fresh` or what was found, and the budget affords it."""
+        """Whether it is time to look for candidates, `is_fresh` or what was found, and the account affords it."""
         may_find = bool(self.given_plans) and (ruled or self.looks_up)
         return may_find and self.searches[ruled].is_due(self._chosen, is_fresh)
 
@@ -246,14 +246,12 @@ class Learner(Policy):
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
         late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
-        is_searched = waited if plan is None else plan.is_given
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds / times.plain, LARGEST_SURPRISE * times.ratio(plan))
         if plan is not None and plan.is_given:
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
-        self.searches[ruled].earn(tokens, (saved if is_searched else 0.0) - cost)
         times.record(plan, seconds, waited, late)
 
     def _count_rests(self, learns: bool) -> None:
@@ -270,7 +268,6 @@ class Learner(Policy):
         elif times is not None:
             saved = steps - min(seconds / times.plain, LARGEST_SURPRISE * steps)
         self.account.ended(steps, saved, False)
-        self.searches[ruled].earn(steps, 0.0)
 
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""
