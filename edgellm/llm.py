@@ -14,7 +14,7 @@ from weakref import finalize
 import numpy as np
 
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.learner import DraftingReport
+from edgellm.drafting.report import DraftingReport
 from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.engines.closing import Closing
 from edgellm.engines.directories.engine_directory import EngineDirectory
