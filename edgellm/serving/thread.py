@@ -188,7 +188,13 @@ class EngineThread(Generic[OpenedEngine]):
 _all_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=lambda: [thread._forked() for thread in list(_all_threads)])
+def _mark_forked() -> None:
+    for thread in list(_all_threads):
+        thread._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_forked)
 
 
 def _after_fork() -> Exception:

@@ -10,7 +10,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError
 from edgellm.text.messages import ENCODER_NAMES, JSONCopy, checked_tools, checked_variables, media_kind, text_of_part
 from edgellm.text.tokenizer import Tokenizer
@@ -99,7 +98,10 @@ class PromptRecord:
         """The record of a header, which anybody may have written; RequestError says what is wrong with it."""
         if len(text) > LARGEST_RECORD:
             raise RequestError(f"it has {len(text):,} characters, expected at most {LARGEST_RECORD:,}")
-        values = parse_json(text, "it", RequestError, any_number=True)
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"it is not valid JSON ({error})") from error
         known = ("content", "tools", "template_variables")
         if not isinstance(values, dict) or "content" not in values or not values.keys() <= set(known):
             raise RequestError(f"it is not an object with the keys {', '.join(known)}")
