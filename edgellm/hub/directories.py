@@ -87,9 +87,7 @@ def local_directory(
             if encoder is not None:
                 named["mmproj"], beside["mmproj"] = encoder.name, str(encoder.absolute())
         target = folder / _directory_name(parts, options | named)
-        try:
-            EngineDirectory.open(target)
-        except EngineDirectoryError:
+        if not _is_usable(target):
             _build(str(model), source, target, options | beside, origin, progress)
     return target
 
@@ -163,6 +161,14 @@ def _directory_name(parts: Iterable[str], options: Mapping[str, Any]) -> str:
     whole = ",".join([*parts, *(f"{key}={options[key]}" for key in sorted(options))])
     name = re.sub(r"[^\w.,=@+-]", "-", whole, flags=re.ASCII)[:_LONGEST_NAME]
     return name if name == whole else f"{name}-{hash_bytes(whole.encode())[:8]}"
+
+
+def _is_usable(target: Path) -> bool:
+    try:
+        EngineDirectory.open(target)
+    except EngineDirectoryError:
+        return False
+    return True
 
 
 def _build(
