@@ -44,6 +44,11 @@ def float32_into(values: np.ndarray, dtype: str, target: np.ndarray) -> None:
         np.copyto(target, values)
 
 
+def as_float32(values: np.ndarray, dtype: str) -> np.ndarray:
+    """`values` of `dtype` (a key of `STORAGE`) as float32, always exact: themselves where they are that."""
+    return convert(values, dtype, "float32")[0]
+
+
 def convert(values: np.ndarray, source: str, target: str) -> tuple[np.ndarray, int]:
     """`values` of format `source` in format `target` (keys of `STORAGE`), rounded once to nearest, ties to even. Also
     returns how many finite values became infinite because the target cannot hold them."""
@@ -66,9 +71,8 @@ def convert(values: np.ndarray, source: str, target: str) -> tuple[np.ndarray, i
 
 def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
     """One of `values` of format `dtype` and where it stands, as in "nan at [3, 17]"; `index` counts in C order."""
-    value = np.empty(1, np.float32)
-    float32_into(values.reshape(-1)[index : index + 1], dtype, value)
-    return f"{value[0]} at [{', '.join(str(int(each)) for each in np.unravel_index(index, values.shape))}]"
+    (value,) = as_float32(values.reshape(-1)[index : index + 1], dtype)
+    return f"{value} at [{', '.join(str(int(each)) for each in np.unravel_index(index, values.shape))}]"
 
 
 #: What begins a tensor of the encoders, of images or of audio, or of what leads from them to the language model.

@@ -13,7 +13,7 @@ import numpy as np
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.formats.digests import current_digest
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.formats.tensors import STORAGE, encoder_prefix, float32_into, language_model_name, value_and_place
+from edgellm.engines.formats.tensors import STORAGE, as_float32, encoder_prefix, language_model_name, value_and_place
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
 from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
@@ -48,7 +48,7 @@ class LoraPair:
 
     def matrices(self) -> tuple[np.ndarray, np.ndarray]:
         """`a` and `b` times the scale, float32."""
-        a, b = (_float32(values, dtype) for values, dtype in zip((self.a, self.b), self.dtypes, strict=True))
+        a, b = (as_float32(values, dtype) for values, dtype in zip((self.a, self.b), self.dtypes, strict=True))
         with np.errstate(over="ignore"):  # who packs them refuses infinities
             return a, b * np.float32(self.scale)
 
@@ -236,9 +236,3 @@ def _read_matrix(
             return values, info.dtype
         problems.append(f"not finite: {what} is {value_and_place(values, info.dtype, index)}")
     return None
-
-
-def _float32(values: np.ndarray, dtype: str) -> np.ndarray:
-    result = np.empty(values.shape, np.float32)
-    float32_into(values, dtype, result)
-    return result
