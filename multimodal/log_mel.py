@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.errors import AudioError, CheckpointError, UnsupportedModelError
+from edgellm.engines.families.decoders import class_defaults
 from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.audio import AudioConfig, RealtimeConfig
 from edgellm.kernels.sounds.contract import MelTables, part_samples
@@ -30,11 +31,7 @@ _EXTRACTORS = {
     "voxtral_realtime": "VoxtralRealtimeFeatureExtractor",
 }
 #: Gemma 4's extractor has no other values; null stands for absence.
-_GEMMA4: Mapping[str, Any] = {
-    **{"sampling_rate": 16000, "frame_length": 320, "frame_length_ms": 20, "hop_length": 160, "hop_length_ms": 10},
-    **{"fft_length": 512, "fft_overdrive": False, "preemphasis": 0, "input_scale_factor": 1, "mel_floor": 0.001},
-    **{"min_frequency": 0, "max_frequency": 8000, "per_bin_mean": None, "per_bin_stddev": None},
-}
+_GEMMA4: Mapping[str, Any] = class_defaults("Gemma4AudioFeatureExtractor")
 #: The largest logarithm by which Voxtral Realtime's features are measured, whatever the sound's is.
 _LOUDEST = 1.5
 #: Mel bands reach up to so many Hz; the lower part of the scale is linear (Slaney 1998).

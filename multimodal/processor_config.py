@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,28 +43,11 @@ class ProcessorKind(NamedTuple):
     bounds_all: bool = False
 
 
-_KINDS = (
-    ProcessorKind("Qwen2VLImageProcessor", keeps_shape=True),
-    ProcessorKind("PixtralImageProcessor", keeps_shape=True, longest_edge=True),
-    ProcessorKind("CLIPImageProcessor"),
-    ProcessorKind("LlavaImageProcessor", pads_to_square=True),
-    ProcessorKind("SiglipImageProcessor"),
-    ProcessorKind("Gemma3ImageProcessor", tokens_key="image_seq_length"),
-    ProcessorKind("Idefics3ImageProcessor", cut="smolvlm"),
-    ProcessorKind("Lfm2VlImageProcessor", cut="lfm2_vl", channels_last=True),
-    ProcessorKind("GotOcr2ImageProcessor", cut="internvl"),
-    ProcessorKind("MiniCPMV4_6ImageProcessor", cut="minicpmv4_6"),
-    ProcessorKind("Gemma4ImageProcessor", cut="gemma4", channels_last=True, centred=True),
-)
+_TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("processors.json").read_text("utf-8"))
 #: By their name without a suffix.
-PROCESSOR_KINDS = {kind.name: kind for kind in _KINDS}
-_SAME_KIND = {
-    "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
-    "CLIPFeatureExtractor": "CLIPImageProcessor",
-    "SmolVLMImageProcessor": "Idefics3ImageProcessor",
-}
-_VIDEO_KINDS = ProcessorKind("Qwen2VLVideoProcessor"), ProcessorKind("Qwen3VLVideoProcessor", bounds_all=True)
-VIDEO_KINDS = {kind.name: kind for kind in _VIDEO_KINDS}
+PROCESSOR_KINDS, VIDEO_KINDS = (
+    {name: ProcessorKind(name, **own) for name, own in _TABLE[what].items()} for what in ("images", "videos")
+)
 _RESAMPLING_FILTERS = range(6)  # Pillow's numbers
 
 
@@ -180,7 +164,7 @@ def read_processor_config(directory: Path) -> ProcessorConfig:
     path, values = processor_values(directory, _IMAGES)
     named = values.get("image_processor_type") or values.get("feature_extractor_type")
     name = str(named).removesuffix("Fast").removesuffix("Pil")
-    kind = PROCESSOR_KINDS.get(_SAME_KIND.get(name, name))
+    kind = PROCESSOR_KINDS.get(_TABLE["alike"].get(name, name))
     if kind is None:
         raise UnsupportedModelError(
             f"{path}: image_processor_type is {as_json(named)}, supported are {', '.join(PROCESSOR_KINDS)}"

@@ -11,8 +11,10 @@ each of its kernels, and a tree whose levels stand at one position.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -49,8 +51,8 @@ class DraftKind:
     name: str
     does: str
     word: str
-    keys: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()
+    keys: Sequence[str] = ()
+    tensors: Sequence[str] = ()
 
     def signs(self, config: dict[str, Any], tensors: Collection[str]) -> Iterator[str]:
         """What shows that a draft is of this kind, in words."""
@@ -65,60 +67,12 @@ class DraftKind:
                 yield f"{'.'.join((*folder, key))} is {as_json(value)}"
         yield from (f"config.json has {key}" for key in self.keys if config.get(key) is not None)
         for name in tensors:
-            if name.removeprefix("model.").removeprefix("logit_head.").startswith(self.tensors):
+            if name.removeprefix("model.").removeprefix("logit_head.").startswith(tuple(self.tensors)):
                 yield f"the weights have {name:.120}"
 
 
 #: The more particular ones first: DSpark, Domino and DFlash2 have all signs of DFlash.
-_OTHER_DRAFTS = (
-    DraftKind(
-        "EAGLE-4",
-        "looks back on a window and picks its candidates by a head of low rank; its licence is source-available, so "
-        "that it is not implemented here",
-        "eagle4",
-        keys=("efficient_lm_head_config",),
-        tensors=("efficient_lm_head",),
-    ),
-    DraftKind(
-        "DFlash2",
-        "drafts a block of tokens in one pass with convolutions, then walks it with a selector of candidates",
-        "dflash2",
-        tensors=("candidate_selector.",),
-    ),
-    DraftKind(
-        "LiLiCorr",
-        "drafts a block of tokens in one pass, then ranks its candidates by a small transformer",
-        "lilicorr",
-        tensors=("lilicorr_",),
-    ),
-    DraftKind(
-        "Domino",
-        "drafts a block of tokens in one pass, then corrects their logits by a recurrent network",
-        "domino",
-        tensors=("prefix_gru.",),
-    ),
-    DraftKind(
-        "DSpark",
-        "drafts a block of tokens in one pass, then corrects each token's logits by the one before it",
-        "dspark",
-        keys=("dspark_target_layer_ids", "dspark_noise_token_id", "markov_rank"),
-        tensors=("markov_head.", "confidence_head."),
-    ),
-    DraftKind(
-        "P-EAGLE",
-        "drafts all tokens in one pass, from a learned feature where the base has none yet",
-        "peagle",
-        keys=("ptd_token_id",),
-        tensors=("mask_hidden",),
-    ),
-    DraftKind(
-        "Gemma 4 assistant",
-        "only reads keys and values of its base, at one position for all it guesses, where attention here writes rows",
-        "assistantforcausallm",
-        keys=("backbone_hidden_size",),
-        tensors=("pre_projection.", "masked_embedding."),
-    ),
-)
+_OTHER_DRAFTS = [DraftKind(**each) for each in json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))]
 #: What is read by `BlockDraftReader`.
 _DFLASH = DraftKind("DFlash", "", "dflash", keys=("dflash_config",), tensors=("hidden_norm.",))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
@@ -15,19 +17,7 @@ from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, TRAINED_LENGTH
 TAKE_PUBLISHED = "Take config.json as it was published with the weights."
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1,)),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
-    **dict.fromkeys(("use_bidirectional_attention", "lm_head_bias", "attention_out_bias"), (False,)),
-    **dict.fromkeys(("use_qk_norm", "qk_layernorm"), (False,)),
-    **dict.fromkeys((*_EXPERTS, "n_shared_experts", "first_k_dense_replace"), (0,)),
-    **dict.fromkeys(("n_group", "topk_group", "moe_layer_freq", "routed_scaling_factor"), (1,)),
-    **{"scoring_func": ("softmax",), "score_function": ("softmax",), "topk_method": ("greedy",)},
-    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), ()),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
-    **dict.fromkeys(("attention_multiplier", "attention_chunk_size", "clip_qkv"), ()),
-    "no_rope_layers": ([],),
-}
+_NEUTRAL_VALUES: dict[str, list[Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 _FEATURES = dict.fromkeys(_EXPERTS, "mixture of experts") | {"attention_chunk_size": "chunked attention"}
 _DTYPES = ("float16", "bfloat16", "float32")
 _LAYER_TYPES = {"full_attention": "attention", "sliding_attention": "window"}

@@ -7,6 +7,8 @@ head, some of them are a fault.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -20,19 +22,9 @@ from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
 _PREFIX = "mtp."
 #: By `DecoderConfig.naming`, the fields that describe a head, the number of its layers first: what they may be, beside
 #: null, and that in words.
-_ONE_LAYER = (1,), "supported is a head of one layer"
-_ATTENTION_AND_EXPERTS = "supported is a head of attention and a mixture of experts"
-_FIELDS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
-    "qwen3_5": {
-        "mtp_num_hidden_layers": _ONE_LAYER,
-        "mtp_use_dedicated_embeddings": ((False,), "supported are heads that take the model's embedding"),
-    },
-    "nemotron_h": {
-        "num_nextn_predict_layers": _ONE_LAYER,
-        "mtp_hybrid_override_pattern": (("*E",), _ATTENTION_AND_EXPERTS),
-        "mtp_layers_block_type": ((["full_attention", "moe"], ["attention", "moe"]), _ATTENTION_AND_EXPERTS),
-    },
-}
+_FIELDS: dict[str, dict[str, tuple[list[Any], str]]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text("utf-8")
+)
 _LEAVE_OUT = "or leave the head out: edgellm build --no-mtp"
 
 

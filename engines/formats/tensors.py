@@ -5,6 +5,8 @@ NumPy has no bfloat16: its bits are uint16 here.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,23 +77,11 @@ def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
     return f"{value} at [{', '.join(str(int(each)) for each in np.unravel_index(index, values.shape))}]"
 
 
+_TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 #: What begins a tensor of the encoders, of images or of audio, or of what leads from them to the language model.
-_OF_ENCODERS = (
-    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "embed_vision.", "merger."),
-    *("audio_tower.", "embed_audio."),
-)
-ENCODER_PREFIXES = tuple(f"{outer}{inner}" for inner in _OF_ENCODERS for outer in ("", "model."))
+ENCODER_PREFIXES = tuple(f"{outer}{inner}" for inner in _TABLE["encoders"] for outer in ("", "model."))
 #: What begins a tensor of the language model, and what its family calls it; the first that fits counts.
-_WRAPPINGS = (
-    ("model.language_model.model.", "model."),
-    ("model.language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    *((f"{outer}embeddings.", "model.embed_tokens.") for outer in ("backbone.", "model.")),  # Nemotron-H's
-    ("backbone.", "model."),
-    ("model.text_model.", "model."),
-)
+_WRAPPINGS: list[tuple[str, str]] = [*_TABLE["language models"].items()]
 
 
 def is_multimodal(config: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ its end replaces `r` and `lora_alpha`; the scale is alpha / r, with `use_rslora`
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -20,31 +21,11 @@ from edgellm.engines.lora.patterns import PatternMatcher, name_starts, patterns_
 
 CONFIG_NAME = "adapter_config.json"
 
+_SETTINGS: dict[str, Any] = json.loads(Path(__file__).with_name("settings.json").read_text("utf-8"))
 #: Features that change what is computed and are not implemented: what each is, where its value is not empty.
-_UNSUPPORTED = {
-    "use_dora": "DoRA",
-    "modules_to_save": "whole modules trained beside the adapter",
-    "lora_bias": "biases in lora_B",
-    "fan_in_fan_out": "transposed base weights",
-    "layer_replication": "replicated layers",
-    "trainable_token_indices": "trained token embeddings",
-    "target_parameters": "adapters of parameters rather than of linear layers",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "Arrow routing",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-    "kasa_config": "KaSA",
-}
+_UNSUPPORTED: dict[str, str] = _SETTINGS["unsupported"]
 #: Keys that say how the adapter was trained or saved, or that are read below.
-_KNOWN = (
-    *("peft_type", "peft_version", "task_type", "auto_mapping", "runtime_config", "inference_mode"),
-    *("base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
-    *("megatron_config", "megatron_core", "qalora_group_size"),
-)
+_KNOWN: list[str] = _SETTINGS["known"]
 #: Initializations that move part of the base weights into the adapter, which then fits no other base.
 _MUTATING = re.compile(r"(pissa.*|olora|loftq|corda|lora_ga)")
 _OUTSIDE = ("lm_head", "embed_tokens")
