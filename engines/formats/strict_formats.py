@@ -150,6 +150,10 @@ class JSONObject:
     def object(self, key: str) -> JSONObject:
         return JSONObject(self.get(key, "dict"), f"{self.place}: {key}", self._error_class, self._advice)
 
+    def optional(self, key: str) -> JSONObject | None:
+        """The object under a key that may be missing."""
+        return self.object(key) if key in self.values else None
+
     def refuse_other_keys(self, *known: str) -> None:
         """Raise for a key that is not among `known`."""
         if unknown := sorted(set(self.values) - set(known)):
