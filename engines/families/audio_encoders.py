@@ -74,7 +74,7 @@ def audio_config(config_json: dict[str, Any], names: Iterable[str] = ()) -> Audi
     read = {"gemma4": read_gemma4_audio, "voxtral_realtime": read_realtime}.get(family, _read_transformer)
     parts = "audio_tower", "embed_audio" if family == "gemma4" else "multi_modal_projector"
     tower, projector = (first_prefix((f"model.{part}.", f"{part}."), names) for part in parts)
-    fields = ConfigFields(config_json, None, family)
+    fields = ConfigFields(filled(config_json, class_defaults(family)), None, family)
     config = read(fields, (tower, projector))
     fields.raise_problems()
     return config

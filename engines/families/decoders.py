@@ -36,7 +36,7 @@ class Family:
     @property
     def defaults(self) -> dict[str, Any]:
         """What its class takes for fields that a file leaves out."""
-        return class_defaults(self.like or self.name) if self.like or self.name in _CLASSES else {}
+        return class_defaults(self.like or self.name)
 
 
 def family_of(name: str, architecture: str) -> Callable[[Callable[[ConfigFields], DecoderConfig]], Family]:
@@ -52,8 +52,8 @@ _CLASSES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defau
 @cache
 def class_defaults(name: str) -> dict[str, Any]:
     """What the class of a model takes for fields that a file leaves out, by its `model_type`, or that of a part of one:
-    "qwen3_asr_text" is the language model inside "qwen3_asr"."""
-    own = _CLASSES[name]
+    "qwen3_asr_text" is the language model inside "qwen3_asr". Nothing of a class that is not known."""
+    own = _CLASSES.get(name, {})
     return (class_defaults(own["like"]) if "like" in own else {}) | {key: own[key] for key in own if key != "like"}
 
 
@@ -227,12 +227,13 @@ def vision_fields(fields: ConfigFields) -> dict[str, Any]:
 
 
 def with_image_tokens(
-    config: DecoderConfig, fields: ConfigFields, key: str, default: int | None, merge_size: int | None = None
+    config: DecoderConfig, fields: ConfigFields, default: int | None = None, merge_size: int | None = None
 ) -> DecoderConfig:
-    """The config with the id of image tokens, and how many patches become one (`merge_size` where the file does not
-    say). Models for which that is to be said (Qwen's) take videos, too, where the vocabulary has the token of these."""
+    """The config with the id of image tokens, and how many patches become one (`default` and `merge_size` where the
+    file does not say). Models for which that is to be said (Qwen's) take videos, too, where the vocabulary has the
+    token of these."""
     largest = max(0, config.vocab_size - 1)
-    token = fields.token_id(key, default, largest=largest)
+    token = fields.token_id(fields.image_key, default, largest=largest)
     if merge_size is not None:
         video = fields.values.get("video_token_id")
         if is_integer(video) and 0 < video <= largest:  # a small vocabulary has none

@@ -59,6 +59,10 @@ class ConfigFields:
         """A whole number from 1 to `largest`; `default` stands for absence and null, else the field is required."""
         return self._whole_number(key, default, "a whole number", 1, largest) or 0
 
+    def count(self, key: str, default: int | None, largest: int) -> int:
+        """A whole number from 0 to `largest`; `default` stands for absence and null, else the field is required."""
+        return self._whole_number(key, default, "a whole number", 0, largest) or 0
+
     def token_id(self, key: str, default: int | None = None, smallest: int = 0, largest: int = LARGEST_SIZE) -> int:
         """The id of one token; `default` stands for absence and null, else the field is required."""
         return self._whole_number(key, default, "a token id", smallest, largest) or smallest

@@ -16,10 +16,7 @@ from edgellm.engines.families.decoders import (
 )
 from edgellm.engines.families.fields import ConfigFields, layer_count, windowed_but_every
 from edgellm.engines.families.gemma import read_gemma
-from edgellm.engines.families.gemma4_audio import GEMMA4_AUDIO_TOKEN
-from edgellm.engines.families.gemma4_vision import GEMMA4_IMAGE_TOKEN, GEMMA4_TOKENS
 from edgellm.engines.families.mixtures import read_mixture
-from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_EXPERTS, LARGEST_IMAGE_TOKENS, DecoderConfig, Mixture
 
 _FULL, _KV_HEADS = "full_attention", "num_key_value_heads"
@@ -55,8 +52,8 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
         logits_cap=0.0 if fields.values.get(cap) is None else fields.positive(cap, largest=1e6),
         full_heads=_full_heads(fields),
         values_are_keys=fields.switch("attention_k_eq_v"),
-        shared_rows=_count(fields, "num_kv_shared_layers", max(0, layers - 1)),
-        layer_embedding_size=_count(fields, "hidden_size_per_layer_input", LARGEST_DEPTH * LARGEST_DEPTH, 256),
+        shared_rows=fields.count("num_kv_shared_layers", 0, max(0, layers - 1)),
+        layer_embedding_size=fields.count("hidden_size_per_layer_input", 256, LARGEST_DEPTH * LARGEST_DEPTH),
         **own,
     )
     rows = fields.size("vocab_size_per_layer_input", 262144)
@@ -82,15 +79,6 @@ def _mixture(fields: ConfigFields) -> Mixture:
     fields.size("num_experts", largest=LARGEST_EXPERTS)
     fields.values = fields.values | {"num_experts_per_tok": chosen or 1}
     return read_mixture(fields, "moe_intermediate_size", LARGEST_EXPERTS, normalized=True, beside_mlp=True)
-
-
-def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> int:
-    value = fields.values.get(key)
-    value = default if value is None else value
-    if is_integer(value) and 0 <= value <= largest:
-        return value
-    fields.expect(key, value, f"a whole number from 0 to {largest}")
-    return 0
 
 
 def _full_heads(fields: ConfigFields) -> tuple[int, int]:
@@ -127,14 +115,13 @@ def GEMMA4(fields: ConfigFields) -> DecoderConfig:
     largest = max(0, config.vocab_size - 1)
     config = replace(config, padding_id=text.token_id("pad_token_id", 0, largest=largest))
     if isinstance(fields.values.get("audio_config"), dict):
-        token = fields.token_id("audio_token_id", GEMMA4_AUDIO_TOKEN, largest=largest)
-        config = replace(config, audio_token_id=token)
+        config = replace(config, audio_token_id=fields.token_id("audio_token_id", largest=largest))
     if not vision_fields(fields):
         return config
-    config = with_image_tokens(config, fields, "image_token_id", GEMMA4_IMAGE_TOKEN)
+    config = with_image_tokens(config, fields)
     if text.values.get("use_bidirectional_attention") != "vision":
         return config
-    tokens = fields.size("vision_soft_tokens_per_image", GEMMA4_TOKENS, largest=LARGEST_IMAGE_TOKENS)
+    tokens = fields.size("vision_soft_tokens_per_image", largest=LARGEST_IMAGE_TOKENS)
     return replace(config, image_tokens=tokens, images_vary=True)
 
 

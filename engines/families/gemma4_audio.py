@@ -29,8 +29,6 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Reshape, Step
 
-#: What stands for a sound's tokens, before and behind them, where the file does not say.
-GEMMA4_AUDIO_TOKEN, _BEGIN, _END = 258881, 256000, 258883
 _EPSILON, _LONGEST_WAVE = 1e-6, 10000.0
 #: Frames of a row.
 _FRAMES = 4
@@ -84,8 +82,8 @@ def read_gemma4_audio(top: ConfigFields, prefixes: tuple[str, str]) -> Conformer
         share=fields.positive("residual_weight"),
         clipped=fields.switch("use_clipped_linears"),
         encoded_size=fields.size("output_proj_dims"),
-        begin=top.token_id("boa_token_id", _BEGIN),
-        end=top.token_id(end, _END),
+        begin=top.token_id("boa_token_id"),
+        end=top.token_id(end),
     )
 
 

@@ -20,11 +20,6 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Add, Input, Norm, NormLinear, Step
 from edgellm.engines.model.vision import VisionConfig
 
-#: What stands for an image's tokens, before and behind them, where the file does not say.
-GEMMA4_IMAGE_TOKEN, _BEGIN, _END = 258880, 255999, 258882
-#: How many tokens an image has at most where nothing says it.
-GEMMA4_TOKENS = 280
-
 
 def read_gemma4_vision(top: ConfigFields) -> Read:
     """Each head of queries has keys and values of its own, and heads fill the width."""
@@ -49,9 +44,9 @@ def read_gemma4_vision(top: ConfigFields) -> Read:
         "out_hidden_size": text_hidden_size(top),
         "activation": fields.word("hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"}),
         "norm_eps": fields.positive("rms_norm_eps"),
-        "image_token_id": top.token_id("image_token_id", GEMMA4_IMAGE_TOKEN),
-        "vision_start_token_id": top.token_id("boi_token_id", _BEGIN),
-        "vision_end_token_id": top.token_id("eoi_token_id", _END),
+        "image_token_id": top.token_id(top.image_key),
+        "vision_start_token_id": top.token_id("boi_token_id"),
+        "vision_end_token_id": top.token_id("eoi_token_id"),
         "num_position_embeddings": fields.size("position_embedding_size"),
         "feature_layers": (values["num_layers"],),
         "clipped": fields.switch("use_clipped_linears"),

@@ -165,17 +165,14 @@ def _nemotron_mixture(fields: ConfigFields, dense: tuple[int, ...]) -> Mixture:
 def LFM2_MOE(fields: ConfigFields) -> DecoderConfig:
     """LFM2's layers, of which the first `num_dense_layers` have an MLP; scores are sigmoids, and with
     `use_expert_bias` a bias of each expert takes part in the choice alone."""
-    dense, layers = fields.values.get("num_dense_layers"), layer_count(fields)
-    if not is_integer(dense) or not 0 <= dense <= layers:
-        fields.expect("num_dense_layers", dense, f"a whole number from 0 to {layers}")
-        dense = 0
+    layers = layer_count(fields)
     own: dict[str, Any] = {
         "scores": "sigmoid",
         "correction": fields.switch("use_expert_bias"),
         "normalized": fields.switch("norm_topk_prob"),
         "epsilon": 1e-6,
         "scale": fields.positive("routed_scaling_factor", 1.0, 1e6),
-        "dense_layers": tuple(range(dense)),
+        "dense_layers": tuple(range(fields.count("num_dense_layers", None, layers))),
     }
     mixture = read_mixture(fields, "moe_intermediate_size", 32, **own)
     return hybrid.read_lfm2_layers(fields, ["full_attention"] * layers, mixture=mixture)

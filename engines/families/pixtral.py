@@ -14,8 +14,6 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Input, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig
 
-#: What stands for an image's tokens where the file does not say.
-MISTRAL3_IMAGE_TOKEN = 10
 #: The norms of the tower have it fixed in their code.
 _EPSILON = 1e-5
 
@@ -40,7 +38,7 @@ def read_pixtral(top: ConfigFields) -> vision_fields.Read:
         "out_hidden_size": vision_fields.text_hidden_size(top) or usual,
         "activation": fields.word("hidden_act", vision_fields.ACTIVATIONS),
         "norm_eps": ConfigFields({"rms_norm_eps": 1e-5, **text}, None, top.family).positive("rms_norm_eps"),
-        "image_token_id": top.token_id(top.image_key, MISTRAL3_IMAGE_TOKEN),
+        "image_token_id": top.token_id(top.image_key),
         "feature_layers": layers,
         "projector_activation": top.word("projector_hidden_act", {**vision_fields.ACTIVATIONS, None: "gelu"}),
         "projector_bias": top.switch("multimodal_projector_bias"),

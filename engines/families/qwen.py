@@ -55,7 +55,7 @@ QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3)
 def QWEN2_5_VL(fields: ConfigFields) -> DecoderConfig:
     text = text_fields(fields, class_defaults("qwen2_5_vl_text"))
     config = read_decoder(text, mrope=((16, 24, 24), False), attention_bias=True)
-    return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
+    return with_image_tokens(config, fields, _IMAGE_TOKEN, QWEN_MERGE_SIZE)
 
 
 def read_qwen3_vl(
@@ -71,8 +71,7 @@ def read_qwen3_vl(
     count = _DEEPSTACK_LAYERS if taps is None else len(taps)
     if count > config.num_layers > 0:
         fields.wrong.append(f"features of {count} layers are added to {config.num_layers} layers, expected no more")
-    config = with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
-    return replace(config, deepstack_layers=count)
+    return replace(with_image_tokens(config, fields, _IMAGE_TOKEN, QWEN_MERGE_SIZE), deepstack_layers=count)
 
 
 QWEN3_VL = Family("qwen3_vl", "Qwen3VLForConditionalGeneration", read_qwen3_vl)

@@ -12,9 +12,6 @@ from edgellm.engines.families.vision_fields import ACTIVATIONS, Read, read_tower
 from edgellm.engines.formats.strict_formats import is_integer, is_number
 from edgellm.engines.model.config import LARGEST_MERGE
 
-#: What stands for an image's tokens where the file does not say.
-SMOLVLM_IMAGE_TOKEN, LFM2_VL_IMAGE_TOKEN, INTERNVL_IMAGE_TOKEN = 128257, 396, 151667
-
 
 def _read_smolvlm(top: ConfigFields) -> Read:
     fields, values = read_tower(top, "idefics3_vision", ("idefics3_vision", "smolvlm_vision", "siglip_vision_model"))
@@ -25,7 +22,7 @@ def _read_smolvlm(top: ConfigFields) -> Read:
     return fields, values | {
         "family": "smolvlm",
         "spatial_merge_size": merge,
-        "image_token_id": top.token_id("image_token_id", SMOLVLM_IMAGE_TOKEN),
+        "image_token_id": top.token_id(top.image_key),
         "feature_layers": (values["num_layers"],),
     }
 
@@ -44,7 +41,7 @@ def _read_lfm2_vl(top: ConfigFields) -> Read:
     return fields, values | {
         "image_size": None,
         "spatial_merge_size": top.size("downsample_factor", 2, LARGEST_MERGE),
-        "image_token_id": top.token_id("image_token_id", LFM2_VL_IMAGE_TOKEN),
+        "image_token_id": top.token_id(top.image_key),
         "num_position_embeddings": fields.square("num_patches"),
         "feature_layers": (values["num_layers"],),
         "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
@@ -70,7 +67,7 @@ def _read_internvl(top: ConfigFields) -> Read:
         fields.refuse("use_absolute_position_embeddings", False, "supported is true")
     return fields, values | {
         "spatial_merge_size": max(1, merge),
-        "image_token_id": top.token_id("image_token_id", INTERNVL_IMAGE_TOKEN),
+        "image_token_id": top.token_id(top.image_key),
         "class_token": True,
         "feature_layers": (values["num_layers"],),
         "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
@@ -97,7 +94,7 @@ def _read_minicpmv4_6(top: ConfigFields) -> Read:
     return fields, values | {
         "image_size": None,
         "spatial_merge_size": 4,
-        "image_token_id": top.token_id("image_token_id"),
+        "image_token_id": top.token_id(top.image_key),
         "num_position_embeddings": (values["image_size"] // max(1, values["patch_size"])) ** 2,
         "feature_layers": (layers,),
         "merging_layer": layer,

@@ -23,10 +23,6 @@ from edgellm.engines.model.vision import VisionConfig
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
-#: Gemma 3's and PaliGemma's, where the file does not say.
-GEMMA3_TOKENS, GEMMA3_IMAGE_TOKEN = 256, 262144
-PALIGEMMA_IMAGE_TOKEN = 256000
-_GEMMA3_START, _GEMMA3_END = 255999, 256000
 
 
 def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> VisionConfig | None:
@@ -40,7 +36,7 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
     family = config.get("model_type")
     if not isinstance(config.get("vision_config"), dict) or family not in _READERS:
         return None
-    top = ConfigFields(dict(config), None, str(family), dtype)
+    top = ConfigFields(filled(config, class_defaults(str(family))), None, str(family), dtype)
     fields, values = _READERS[family](top)
     top.wrong += [f"vision_config: {problem}" for problem in fields.wrong]
     top.unsupported += [f"vision_config: {problem}" for problem in fields.unsupported]
@@ -132,7 +128,7 @@ def _read_paligemma(top: ConfigFields) -> vision_fields.Read:
     fields, values = vision_fields.read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
     return fields, values | {
         "spatial_merge_size": 1,
-        "image_token_id": top.token_id(top.image_key, PALIGEMMA_IMAGE_TOKEN),
+        "image_token_id": top.token_id(top.image_key),
         "feature_layers": (values["num_layers"],),
     }
 
@@ -140,16 +136,16 @@ def _read_paligemma(top: ConfigFields) -> vision_fields.Read:
 def _read_gemma3(top: ConfigFields) -> vision_fields.Read:
     """A token is the mean of a square of patches: `mm_tokens_per_image` of them divide the image's square."""
     fields, values = vision_fields.read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
-    tokens = top.size("mm_tokens_per_image", GEMMA3_TOKENS)
+    tokens = top.size("mm_tokens_per_image")
     patches, side = values["image_size"] // max(1, values["patch_size"]), math.isqrt(tokens)
     if side**2 != tokens or not side or patches % side:
         expected = f"the square of a whole number that divides {patches}, the patches along a side of the image"
         top.expect("mm_tokens_per_image", tokens, expected)
     return fields, values | {
         "spatial_merge_size": max(1, patches // max(1, side)),
-        "image_token_id": top.token_id("image_token_index", GEMMA3_IMAGE_TOKEN),
-        "vision_start_token_id": top.token_id("boi_token_index", _GEMMA3_START),
-        "vision_end_token_id": top.token_id("eoi_token_index", _GEMMA3_END),
+        "image_token_id": top.token_id(top.image_key),
+        "vision_start_token_id": top.token_id("boi_token_index"),
+        "vision_end_token_id": top.token_id("eoi_token_index"),
         "feature_layers": (values["num_layers"],),
     }
 
