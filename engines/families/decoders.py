@@ -206,8 +206,8 @@ def text_fields(fields: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFiel
 
 def inner_family(fields: ConfigFields, *families: Family) -> Family:
     """Which of the families the language model is of; the first where the file does not say, or names another."""
-    nested, known = fields.values.get("text_config"), {family.name: family for family in families}
-    kind = nested.get("model_type", families[0].name) if isinstance(nested, dict) else families[0].name
+    known = {family.name: family for family in families}
+    kind = fields.section("text_config").get("model_type", families[0].name)
     if isinstance(kind, str) and kind in known:
         return known[kind]
     fields.refuse("text_config: model_type", kind, f"supported are {', '.join(known)}")
@@ -218,12 +218,6 @@ def read_inner(fields: ConfigFields, *families: Family) -> DecoderConfig:
     """The language model inside, of one of the families, with what its class takes for what the file leaves out."""
     family = inner_family(fields, *families)
     return family.read(text_fields(fields, family.defaults))
-
-
-def vision_fields(fields: ConfigFields) -> dict[str, Any]:
-    """The vision encoder's fields, as they are."""
-    values = fields.values.get("vision_config")
-    return values if isinstance(values, dict) else {}
 
 
 def with_image_tokens(
@@ -238,7 +232,7 @@ def with_image_tokens(
         video = fields.values.get("video_token_id")
         if is_integer(video) and 0 < video <= largest:  # a small vocabulary has none
             config = replace(config, video_token_id=video)
-        found = vision_fields(fields).get("spatial_merge_size")
+        found = fields.section("vision_config").get("spatial_merge_size")
         if found is not None and (not is_integer(found) or found < 1):
             fields.expect("vision_config: spatial_merge_size", found, "a whole number above 0")
         elif found is not None:

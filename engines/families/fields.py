@@ -88,6 +88,17 @@ class ConfigFields:
             self.expect(key, size, "the square of a whole number")
         return size
 
+    def section(self, key: str) -> dict[str, Any]:
+        """The object under a key; an empty one where there is none."""
+        value = self.values.get(key)
+        return value if isinstance(value, dict) else {}
+
+    def only(self, **supported: Any) -> None:
+        """Refuse other values of these fields than those that are supported, which absent and null ones have."""
+        for key, value in supported.items():
+            if self.values.get(key) not in (None, value):
+                self.refuse(key, self.values[key], f"supported is {value}")
+
     @property
     def image_key(self) -> str:
         """Under which name the file has the token of images."""

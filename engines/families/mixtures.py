@@ -185,9 +185,7 @@ def GPT_OSS(fields: ConfigFields) -> DecoderConfig:
     fields.ignore("swiglu_alpha", "experts_per_token")
     if fields.values.get("experts_per_token") not in (None, count := fields.values.get("num_experts_per_tok")):
         fields.expect("experts_per_token", fields.values["experts_per_token"], f"{count}, as num_experts_per_tok says")
-    alpha = fields.values.get("swiglu_alpha")
-    if alpha not in (None, 1.702):
-        fields.refuse("swiglu_alpha", alpha, "supported is 1.702")
+    fields.only(swiglu_alpha=1.702)
     limit = fields.positive("swiglu_limit", 7.0, 1e6)
     mixture = read_mixture(fields, "intermediate_size", 128, biases=True, limit=limit)
     own: dict[str, Any] = {"attention_sinks": True, "naming": "gpt_oss", "mixture": mixture}

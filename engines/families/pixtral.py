@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgellm.engines.families import vision_fields, vision_parts
-from edgellm.engines.families.decoders import class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.model.config import LARGEST_MERGE
 from edgellm.engines.model.encoder_steps import EncoderAttention
@@ -20,11 +19,7 @@ _EPSILON = 1e-5
 
 def read_pixtral(top: ConfigFields) -> vision_fields.Read:
     """What is merged is normed with the language model's epsilon."""
-    raw, text = top.values["vision_config"], top.values.get("text_config")
-    text = text if isinstance(text, dict) else {}
-    fields = ConfigFields(filled(raw, class_defaults("pixtral"), is_part=True), None, top.family)
-    if raw.get("model_type", "pixtral") != "pixtral":
-        top.refuse("vision_config.model_type", raw["model_type"], "supported is pixtral")
+    fields, text = vision_fields.part_of(top, "pixtral"), top.section("text_config")
     values = vision_fields.dimensions(
         top, fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels"
     )

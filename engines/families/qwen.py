@@ -13,7 +13,6 @@ from edgellm.engines.families.decoders import (
     family_of,
     read_decoder,
     text_fields,
-    vision_fields,
     with_image_tokens,
 )
 from edgellm.engines.families.fields import ConfigFields
@@ -64,7 +63,7 @@ def read_qwen3_vl(
     """Positions are interleaved; features of the images are added to the first layers' outputs. The language model is
     read by `read`, with the defaults of `text`."""
     config = read(text_fields(fields, class_defaults(text)), mrope=((24, 20, 20), True))
-    taps = vision_fields(fields).get("deepstack_visual_indexes")
+    taps = fields.section("vision_config").get("deepstack_visual_indexes")
     if taps is not None and not isinstance(taps, list):
         fields.expect("vision_config: deepstack_visual_indexes", taps, "a list of layers")
         taps = None

@@ -12,7 +12,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families import gemma4_vision, pixtral, tiled_vision, vision_fields
+from edgellm.engines.families import gemma4_encoders, pixtral, tiled_vision, vision_fields
 from edgellm.engines.families.decoders import SILU, class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
@@ -105,12 +105,11 @@ def _read_qwen(top: ConfigFields, part: str, activations: Mapping[str | None, st
 
 
 def _read_llava(top: ConfigFields) -> vision_fields.Read:
-    fields, values = vision_fields.read_tower(top, "clip_vision_model", ("clip_vision_model", "siglip_vision_model"))
+    fields, values = vision_fields.read_tower(top, "clip_vision_model", "siglip_vision_model")
     strategy = top.values.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         top.expect("vision_feature_select_strategy", strategy, "default or full")
     return fields, values | {
-        "spatial_merge_size": 1,
         "image_token_id": top.token_id(top.image_key, smallest=1),
         "class_token": top.values["vision_config"].get("model_type") != "siglip_vision_model",
         "feature_layers": vision_fields.feature_layers(top, values["num_layers"]),
@@ -125,17 +124,13 @@ def _read_paligemma(top: ConfigFields) -> vision_fields.Read:
     given = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
     raw = top.values["vision_config"]
     top.values = top.values | {"vision_config": given | {"patch_size": 14} | raw}
-    fields, values = vision_fields.read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
-    return fields, values | {
-        "spatial_merge_size": 1,
-        "image_token_id": top.token_id(top.image_key),
-        "feature_layers": (values["num_layers"],),
-    }
+    fields, values = vision_fields.read_tower(top, "siglip_vision_model")
+    return fields, values | {"image_token_id": top.token_id(top.image_key)}
 
 
 def _read_gemma3(top: ConfigFields) -> vision_fields.Read:
     """A token is the mean of a square of patches: `mm_tokens_per_image` of them divide the image's square."""
-    fields, values = vision_fields.read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
+    fields, values = vision_fields.read_tower(top, "siglip_vision_model")
     tokens = top.size("mm_tokens_per_image")
     patches, side = values["image_size"] // max(1, values["patch_size"]), math.isqrt(tokens)
     if side**2 != tokens or not side or patches % side:
@@ -146,7 +141,6 @@ def _read_gemma3(top: ConfigFields) -> vision_fields.Read:
         "image_token_id": top.token_id(top.image_key),
         "vision_start_token_id": top.token_id("boi_token_index"),
         "vision_end_token_id": top.token_id("eoi_token_index"),
-        "feature_layers": (values["num_layers"],),
     }
 
 
@@ -158,7 +152,7 @@ _READERS = {
     "gemma3": _read_gemma3,
     "paligemma": _read_paligemma,
     "mistral3": pixtral.read_pixtral,
-    "gemma4": gemma4_vision.read_gemma4_vision,
+    "gemma4": gemma4_encoders.read_gemma4_vision,
     **tiled_vision.READERS,
 }
 
