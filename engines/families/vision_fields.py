@@ -26,15 +26,15 @@ def part_of(top: ConfigFields, *kinds: str) -> ConfigFields:
     raw = top.values["vision_config"]
     kind = raw.get("model_type", kinds[0])
     if not isinstance(kind, str) or kind not in kinds:
-        top.refuse(
-            "vision_config.model_type", kind, f"supported {'is' if len(kinds) == 1 else 'are'} {', '.join(kinds)}"
-        )
+        verb = "is" if len(kinds) == 1 else "are"
+        top.refuse("vision_config.model_type", kind, f"supported {verb} {', '.join(kinds)}")
         kind = kinds[0]
     return ConfigFields(filled(raw, class_defaults(kind), is_part=True), None, top.family)
 
 
 def read_tower(top: ConfigFields, *kinds: str) -> Read:
-    """What CLIP and SigLIP have in common, of these `kinds`; by default a patch is a token, as the last layer gives it."""
+    """What CLIP and SigLIP have in common, of these `kinds`; a patch is a token, taken behind the last layer, unless
+    the caller says otherwise."""
     fields = part_of(top, *kinds)
     names = {"depth": "num_hidden_layers", "heads": "num_attention_heads", "channels": "num_channels"}
     sizes, image_size = dimensions(top, fields, **names), fields.size("image_size")

@@ -91,7 +91,7 @@ def test_what_the_file_leaves_out_is_that_of_the_class() -> None:
         (
             changed("vision_config", model_type="clip_vision_model"),
             UnsupportedModelError,
-            "supported are siglip_vision",
+            "supported is siglip_vision",
         ),
         (changed("vision_config", num_attention_heads=7), CheckpointError, "1152 is not a multiple of"),
     ],
