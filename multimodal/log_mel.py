@@ -17,19 +17,11 @@ from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.audio import AudioConfig, RealtimeConfig
 from edgellm.kernels.sounds.contract import MelTables, part_samples
 from edgellm.multimodal.audio_input import heard, resampled, resampling
-from edgellm.multimodal.processor_config import PREPROCESSOR_FILE, PROCESSOR_FILE, processor_values
+from edgellm.multimodal.processor_config import EXTRACTORS, PREPROCESSOR_FILE, PROCESSOR_FILE, processor_values
 
 #: What the published extractor has where the file does not say, and the most that is taken; `min_length` is in samples.
 _SIZES = {"sampling_rate": (16000, 192_000), "n_fft": (400, 640), "hop_length": (160, 640)}
 _SIZES |= {"min_length": (8000, 10_000_000), "feature_size": (128, 4096), "n_window": (50, 4096)}
-#: By family.
-_EXTRACTORS = {
-    "qwen3_asr": "Qwen3ASRFeatureExtractor",
-    "voxtral": "WhisperFeatureExtractor",
-    "qwen2_audio": "WhisperFeatureExtractor",
-    "gemma4": "Gemma4AudioFeatureExtractor",
-    "voxtral_realtime": "VoxtralRealtimeFeatureExtractor",
-}
 #: Gemma 4's extractor has no other values; null stands for absence.
 _GEMMA4: Mapping[str, Any] = class_defaults("Gemma4AudioFeatureExtractor")
 #: The largest logarithm by which Voxtral Realtime's features are measured, whatever the sound's is.
@@ -122,7 +114,7 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
     """What the processor's file of a checkpoint asks for. Raises CheckpointError, UnsupportedModelError."""
     places = [(name, key) for name in (PROCESSOR_FILE, PREPROCESSOR_FILE) for key in ("feature_extractor", None)]
     file, values = processor_values(path, places, "sounds")
-    extractor = _EXTRACTORS[config.family]
+    extractor = EXTRACTORS[config.family]
     kind = values.get("feature_extractor_type", extractor)
     if kind != extractor or any(values.get(name) not in (None, 0) for name in ("dither", "padding_value")):
         expected = f"supported is {extractor} without dither and with silence as padding"

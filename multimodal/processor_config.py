@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import class_defaults
-from edgellm.engines.formats.strict_formats import LARGEST_SIZE, JSONObject, as_json, is_integer, is_number
+from edgellm.engines.formats.strict_formats import JSONObject, as_json, is_integer, is_number, is_whole
 from edgellm.multimodal.image_layout import Normalization
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -48,6 +48,8 @@ _TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("process
 PROCESSOR_KINDS, VIDEO_KINDS = (
     {name: ProcessorKind(name, **own) for name, own in _TABLE[what].items()} for what in ("images", "videos")
 )
+#: The class of the extractor of sounds' features, by the family of the encoder.
+EXTRACTORS: dict[str, str] = _TABLE["sounds"]
 _RESAMPLING_FILTERS = range(6)  # Pillow's numbers
 
 
@@ -78,7 +80,7 @@ class ProcessorConfig:
     def count(self, key: str) -> int:
         """A whole number above 0."""
         value = self.values.get(key)
-        return value if _is_count(value) else self.refuse(key, "a whole number above 0")
+        return value if is_whole(value, 1) else self.refuse(key, "a whole number above 0")
 
     def agree(self, **sizes: int) -> None:
         """Raise CheckpointError where the file does not say so of the `sizes`, by their names, which are the
@@ -123,7 +125,7 @@ class ProcessorConfig:
         given = {name: size for name, size in value.items() if size is not None}
         if set(given) != set(names):
             return None
-        if not all(map(_is_count, given.values())):
+        if not all(is_whole(size, 1) for size in given.values()):
             self.refuse(key, "whole numbers above 0")
         return [given[name] for name in names]
 
@@ -149,10 +151,6 @@ class ProcessorConfig:
             self.refuse(key, "three numbers, one for each channel")
         red, green, blue = map(float, listed)
         return red, green, blue
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return is_integer(value) and 0 < value <= LARGEST_SIZE
 
 
 def read_processor_config(directory: Path) -> ProcessorConfig:

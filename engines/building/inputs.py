@@ -30,9 +30,8 @@ from edgellm.engines.directories.engine_parts import (
 from edgellm.engines.directories.kernel_folders import description_data
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
 from edgellm.engines.families.audio_encoders import read_audio, without_lost_ears
-from edgellm.engines.families.drafts import read_draft
+from edgellm.engines.families.drafts import has_packed_head, read_draft, read_mtp
 from edgellm.engines.families.embedding import checkpoint_decoder_config
-from edgellm.engines.families.mtp import has_packed_head, read_mtp
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, current_digest, hash_file

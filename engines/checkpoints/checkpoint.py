@@ -103,7 +103,8 @@ class Checkpoint(Closing):
         self._head = None if head is None else PackQuantized(head.bits, head.group, head.zeros)
         #: Whether names lack their "model.", as those of a decoder that was saved without its head (EAGLE's has fc).
         self._is_bare = self.tensors.keys() >= set(_BARE) and not any(name.startswith("fc.") for name in self.tensors)
-        self._is_wrapped = stored_tensors.is_wrapped(config)
+        #: Whether the language model's tensors have other names in the files of such a model than by itself.
+        self._is_wrapped = self._is_multimodal or config.get("model_type") == "nemotron_h"
         if self._is_wrapped:
             self.tensors = unwrapped(self.tensors)
         elif self._is_bare:

@@ -227,7 +227,8 @@ def with_image_tokens(
     file does not say). Models for which that is to be said (Qwen's) take videos, too, where the vocabulary has the
     token of these."""
     largest = max(0, config.vocab_size - 1)
-    token = fields.token_id(fields.image_key, default, largest=largest)
+    key = fields.image_key if merge_size is None else "image_token_id"
+    token = fields.token_id(key, default, largest=largest)
     if merge_size is not None:
         video = fields.values.get("video_token_id")
         if is_integer(video) and 0 < video <= largest:  # a small vocabulary has none

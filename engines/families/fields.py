@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
+from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number, is_whole
 from edgellm.engines.model.config import FAR_SCALING, LARGEST_DEPTH
 from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, TRAINED_LENGTH, scaling_problems
 
@@ -190,7 +190,7 @@ class ConfigFields:
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(is_integer(item) and 0 <= item <= LARGEST_SIZE for item in ids):
+        if not all(map(is_whole, ids)):
             self.expect(f"{place}{key}", value, f"a token id or a list of them, from 0 to {LARGEST_SIZE}")
             return ()
         within = [item for item in ids if item < vocab_size or vocab_size <= 0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,12 +43,14 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
     top.wrong += [f"vision_config: {problem}" for problem in fields.wrong]
     top.unsupported += [f"vision_config: {problem}" for problem in fields.unsupported]
     top.raise_problems()
-    is_tower = bool(values.get("feature_layers"))
-    return VisionConfig(
-        tensor_prefix=(_TOWER_PREFIXES if is_tower else _QWEN_PREFIXES)[0],
-        projector_prefix=(_PROJECTOR_PREFIXES if is_tower else _QWEN_PREFIXES)[0],
-        **values,
-    )
+    tower, projector = _prefixes(bool(values.get("feature_layers")), ())
+    return VisionConfig(tensor_prefix=tower, projector_prefix=projector, **values)
+
+
+def _prefixes(is_tower: bool, names: Iterable[str]) -> list[str]:
+    """What begins the `names` of tensors of the encoder, and of what leads from it to the language model."""
+    kinds = ("towers", "projectors") if is_tower else ("qwen", "qwen")
+    return [first_prefix(_PREFIXES[kind], names) for kind in kinds]
 
 
 def _read_qwen2_5(top: ConfigFields) -> vision_fields.Read:
@@ -158,20 +162,7 @@ _READERS = {
 
 
 #: What may begin the names of tensors, the newest layout first; longer beginnings before those that they begin with.
-_QWEN_PREFIXES = ("model.visual.", "visual.")
-_TOWER_PREFIXES = (
-    "model.vision_tower.vision_model.",
-    "model.vision_tower.",
-    "vision_tower.vision_model.",
-    "vision_tower.",
-    "model.vision_model.",
-    "vision_model.",
-)
-_PROJECTOR_PREFIXES = tuple(
-    f"{outer}{name}."
-    for name in ("multi_modal_projector", "connector", "embed_vision", "merger")
-    for outer in ("model.", "")
-)
+_PREFIXES: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 
 
 def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
@@ -183,11 +174,7 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
     config = read_vision_config(checkpoint.config, checkpoint.dtype)
     if config is None:
         return None
-    names = checkpoint.tensors
-    if config.feature_layers:
-        tower, projector = first_prefix(_TOWER_PREFIXES, names), first_prefix(_PROJECTOR_PREFIXES, names)
-    else:
-        tower = projector = first_prefix(_QWEN_PREFIXES, names)
+    tower, projector = _prefixes(bool(config.feature_layers), checkpoint.tensors)
     config = replace(config, tensor_prefix=tower, projector_prefix=projector)
     unread = unused_tensors(config) if config.feature_layers else ()
     problems = checkpoint.problems([*vision_weights(config), *host_weights(config)], encoders=True, unread=unread)

@@ -89,11 +89,6 @@ def is_multimodal(config: dict[str, Any]) -> bool:
     return any(isinstance(config.get(name), dict) for name in ("vision_config", "audio_config"))
 
 
-def is_wrapped(config: dict[str, Any]) -> bool:
-    """Whether the language model's tensors have other names in the files of such a model than by itself."""
-    return is_multimodal(config) or config.get("model_type") == "nemotron_h"
-
-
 def encoder_prefix(name: str) -> str | None:
     """What begins the name of a tensor, or of a module, of an encoder; None for one of the language model."""
     return next((prefix for prefix in ENCODER_PREFIXES if name.startswith(prefix)), None)

@@ -316,8 +316,8 @@ _OWN: dict[str, Callable[[Metadata, _Config], _Config]] = {
 }
 #: What `general.architecture` says of vision encoders.
 ENCODERS = "clip"
-#: What is said of architectures, their tensors and encoders.
-TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+#: What is said of architectures, their tensors and encoders, of tokens and sampling.
+TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 #: What tensors of a layer, and beside the layers, are called in all architectures: see `weights.py`.
 TENSOR_NAMES: dict[str, dict[str, str]] = TABLE["tensors"]
 

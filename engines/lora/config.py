@@ -12,11 +12,12 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from edgellm.engines.errors import AdapterError
-from edgellm.engines.formats.strict_formats import LARGEST_SIZE, JSONObject
+from edgellm.engines.formats.strict_formats import JSONObject, is_whole
 from edgellm.engines.lora.patterns import PatternMatcher, name_starts, patterns_problems
 
 CONFIG_NAME = "adapter_config.json"
@@ -109,13 +110,14 @@ def _parse(values: dict[str, Any]) -> LoraConfig:
         problems.append(f"{key!r} is {value!r:.60}, expected {expected}")
         return default
 
-    rank = take("r", 8, "a whole number of at least 1", _is_rank)
+    is_rank = partial(is_whole, least=1)
+    rank = take("r", 8, "a whole number of at least 1", is_rank)
     alpha = take("lora_alpha", 8, "a number", _is_number)
     stabilized = take("use_rslora", False, "true or false", lambda value: value in (None, True, False))
     targets = take("target_modules", [], "a list of names, or a regular expression", _is_selection) or []
     excluded = take("exclude_modules", None, "a list of names, or a regular expression", _is_selection) or []
     layers = take("layers_to_transform", None, "a list of layer numbers", _is_layers)
-    ranks = take("rank_pattern", {}, "ranks by pattern", lambda value: _is_pattern_map(value, _is_rank)) or {}
+    ranks = take("rank_pattern", {}, "ranks by pattern", lambda value: _is_pattern_map(value, is_rank)) or {}
     alphas = take("alpha_pattern", {}, "numbers by pattern", lambda value: _is_pattern_map(value, _is_number)) or {}
     if not targets:
         problems.append("'target_modules' is empty: the adapter would change nothing")
@@ -162,10 +164,6 @@ def _unsupported_settings(values: dict[str, Any]) -> list[str]:
     if values.get("layers_pattern") not in (*_EMPTY, "layers", ["layers"]):
         problems.append(f"'layers_pattern' is {values['layers_pattern']!r:.60}, expected 'layers'")
     return problems
-
-
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= LARGEST_SIZE
 
 
 def _is_number(value: Any) -> bool:
