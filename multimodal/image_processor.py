@@ -3,7 +3,6 @@ picture made large and the whole of it beside them."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from PIL import Image
 
 from edgellm.engines.errors import CheckpointError, ImageError
 from edgellm.engines.families.vision_config import VisionConfig
+from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.multimodal.cut_rules import RULES, CutRule, PanAndScanRule
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, Colour, ImageLayout, Normalization, Size
@@ -138,7 +138,7 @@ class TilingProcessor:
         return replace(layout, earlier=sizes[:-1], origin=origin)
 
     def _tile(self, layout: TileLayout, size: tuple[int, ...], canvases: Canvases, digest: str) -> Tile:
-        own = hashlib.sha256(f"{digest} {layout!r}".encode()).hexdigest()
+        own = hash_bytes(f"{digest} {layout!r}".encode())
         return Tile(None, (size[0], size[1]), layout, layout.patches // self.merge_size**2, own, canvases)
 
 

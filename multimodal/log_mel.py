@@ -13,6 +13,7 @@ import numpy as np
 
 from edgellm.engines.errors import AudioError, CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import class_defaults
+from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.audio import AudioConfig, RealtimeConfig
 from edgellm.kernels.sounds.contract import MelTables, part_samples
@@ -83,7 +84,7 @@ class PreparedAudio:
     @property
     def digest(self) -> str:
         """That of all parts."""
-        return _digest(f"{self.frames}", *self._digests(0, len(self.frames)))
+        return self._digest(f"{self.frames}", 0, len(self.frames))
 
     @property
     def held_pixels(self) -> int:
@@ -98,16 +99,13 @@ class PreparedAudio:
         """What the rows of each window follow from, in a sound of which this is the `loudest`."""
         digests, before = list[str](), ""
         for number, count in enumerate(self.frames):
-            digests.append(_digest(f"{before}{loudest} {count} ", *self._digests(number, number + 1)))
+            digests.append(self._digest(f"{before}{loudest} {count} ", number, number + 1))
             before = digests[-1] if self.chained else ""
         return digests
 
-    def _digests(self, first: int, last: int) -> list[str]:
-        return [part.digest for part in self.windows(first, last)]
-
-
-def _digest(*texts: str) -> str:
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
+    def _digest(self, text: str, first: int, last: int) -> str:
+        """That of a text and of the parts of windows side by side."""
+        return hash_bytes("".join([text, *(part.digest for part in self.windows(first, last))]).encode())
 
 
 def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:

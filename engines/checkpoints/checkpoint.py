@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.delayed_norms import with_delayed_norms
-from edgellm.engines.checkpoints.tensor_names import experts_apart, unwrapped
+from edgellm.engines.checkpoints.tensor_names import TABLE, experts_apart, unwrapped
 from edgellm.engines.checkpoints.weight_files import (
     HEAD_FILE,
     SINGLE_FILE,
@@ -47,22 +47,16 @@ _MODEL, _EMBEDDING, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weig
 _NORM = "model.norm.weight"
 _BARE = ("embed_tokens.weight", "norm.weight")
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
-_HARMLESS_ENDINGS = (
-    *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
-    *("rotary_pos_emb.inv_freq", "vision_model.embeddings.position_ids"),
-)
+_HARMLESS_ENDINGS: tuple[str, ...] = tuple(TABLE["harmless"])
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
 _TOKEN_ROWS = "model.embed_tokens_per_layer.weight"
 #: Weights of two dimensions that are no linear layer's. They are packed where their tensors say so: what packs all
 #: linear layers leaves them alone.
-_TABLES = (_TOKEN_ROWS, "embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
+_TABLES: tuple[str, ...] = tuple(TABLE["tables"])
 _WEIGHT = ".weight"
 #: What chooses experts.
-_ROUTERS = (
-    *("mlp.gate.weight", "mlp.shared_expert_gate.weight", "feed_forward.gate.weight", "router.layer.weight"),
-    "mixer.gate.weight",
-)
+_ROUTERS: tuple[str, ...] = tuple(TABLE["routers"])
 
 
 class Checkpoint(Closing):

@@ -19,7 +19,7 @@ from edgellm.engines.model.config import LARGEST_EXPERTS
 #: How the name of a stack [E, rows, columns] ends; what its experts' names have in that place, and what stands one
 #: behind the other in the rows of each. gpt-oss's are transposed, or in blocks [E, rows, blocks, 16] with scales [E,
 #: rows, blocks]; gate and up are one tensor.
-_TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 #: How the name of a stack's scales ends, of Hugging Face's FP8: each is that of a block of rows and columns.
 _SCALES = "_scale_inv"
 
@@ -29,7 +29,7 @@ def experts_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) 
     the names that checkpoints have which do not stack them. `config` is their `config.json`. CheckpointError where an
     expert's tensor is there twice, in a stack and by itself."""
     found: dict[str, TensorInfo] = {}
-    stacks = _TABLE["gpt_oss" if config.get("model_type") == "gpt_oss" else "stacks"]
+    stacks = TABLE["gpt_oss" if config.get("model_type") == "gpt_oss" else "stacks"]
     for name, info in tensors.items():
         stack = name.removesuffix(_SCALES)  # itself, or whose scales these are
         ending = next((each for each in stacks if stack.endswith(each)), "")

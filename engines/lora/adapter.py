@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.engines.errors import AdapterError, CheckpointError
-from edgellm.engines.formats.digests import current_digest
+from edgellm.engines.formats.digests import current_digest, hash_bytes
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
 from edgellm.engines.formats.tensors import STORAGE, as_float32, encoder_prefix, language_model_name, value_and_place
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
@@ -112,7 +111,7 @@ def adapter_rank(path: str | Path) -> int:
 def adapter_digest(digests: Mapping[str, str]) -> str:
     """The digest of an adapter whose files, by name, have these SHA-256."""
     listed = "\n".join(f"{name} {digests[name]}" for name in ADAPTER_FILES)
-    return hashlib.sha256(listed.encode()).hexdigest()
+    return hash_bytes(listed.encode())
 
 
 def _check_files(path: Path) -> None:
