@@ -125,9 +125,7 @@ def _read_llava(top: ConfigFields) -> vision_fields.Read:
 
 def _read_paligemma(top: ConfigFields) -> vision_fields.Read:
     """SigLIP, and one linear layer behind its last norm; a token for each patch."""
-    given = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
-    raw = top.values["vision_config"]
-    top.values = top.values | {"vision_config": given | {"patch_size": 14} | raw}
+    top.values = top.values | {"vision_config": class_defaults("paligemma_vision") | top.values["vision_config"]}
     fields, values = vision_fields.read_tower(top, "siglip_vision_model")
     return fields, values | {"image_token_id": top.token_id(top.image_key)}
 

@@ -23,7 +23,6 @@ from edgellm.kernels.sampling.twin import first_not_finite
 WEIGHTS_NAME = "adapter_model.safetensors"
 #: The files of an adapter.
 ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME)
-LARGEST_RANK = LARGEST_LORA_RANK
 
 _PICKLED_NAME = "adapter_model.bin"
 #: What PEFT puts before every name, and what begins the language model's own.
@@ -167,8 +166,8 @@ def _read_pairs(
             _read_matrix(file, found.get((module, kind)), f"{name}.lora_{kind}", shape, problems)
             for kind, shape in (("A", (rank, columns)), ("B", (rows, rank)))
         )
-        if rank > LARGEST_RANK:
-            problems.append(f"{name} has the rank {rank}: expected at most {LARGEST_RANK}")
+        if rank > LARGEST_LORA_RANK:
+            problems.append(f"{name} has the rank {rank}: expected at most {LARGEST_LORA_RANK}")
         elif a is not None and b is not None:
             pairs[module] = LoraPair(a[0], b[0], (a[1], b[1]), settings.scale_of(name))
     return pairs
