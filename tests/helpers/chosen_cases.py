@@ -246,6 +246,7 @@ SAMPLED = (
     "tools/test_as_device.py::test_without_a_gpu_the_error_says_so",
     "tools/test_random_model.py::test_a_sequence_begins_anew_on_the_rows_of_its_prompt",
     "tools/test_random_model.py::test_rounds_of_hybrid_models_get_the_lengths_that_are_simulated",
+    "vision/test_llm_images.py",
     "vision/test_runtime_images.py::test_answers_are_the_same_drafted_or_not_reused_or_not",
     "vision/test_runtime_whole_images.py",
 )
