@@ -140,6 +140,11 @@ class ServerProcess:
         """How many files and sockets the server has open."""
         return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
 
+    def processor_seconds(self) -> float:
+        """What the server has taken of the processors so far, whatever else they do."""
+        found = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK")
+
     def terminate(self) -> None:
         """Send SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
