@@ -188,7 +188,7 @@ def test_blocks_of_packed_experts_have_room_at_once(
     [
         ("sm_87", "float16", ("int4",), 1),
         pytest.param("sm_90", "bfloat16", ("dense", "mxfp4"), 16, marks=pytest.mark.slow),
-        ("sm_120", "bfloat16", ("q4_k",), 64),
+        pytest.param("sm_120", "bfloat16", ("q4_k",), 64, marks=pytest.mark.slow),
         *(
             pytest.param(name, "float16", ("dense", "int4", *GGUF_FORMATS), rows, marks=pytest.mark.slow)
             for name in ("sm_87", "sm_110")
