@@ -80,8 +80,8 @@ def kinds(sources: list[ModuleSource]) -> list[ModuleSource]:
 
 
 def each_once() -> list[tuple[str, list[ModuleSource]]]:
-    """Every kernel for one of the dtypes and architectures in turn: a fourth to its end, the others as far as PTX, which
-    takes a third of the time."""
+    """Every kernel for one of the dtypes and architectures in turn: a fourth to its end, the others as far as PTX, in a
+    third of the time."""
     decode, encoder, recurrent = (
         kinds(sources("bfloat16")) for sources in (decode_sources, encoder_sources, recurrent_sources)
     )

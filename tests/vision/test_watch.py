@@ -311,7 +311,7 @@ def test_many_frames_do_not_grow(tiny: LLM) -> None:
     random = np.random.default_rng(0)
     source = (random.integers(0, 256, (64, 64, 3), np.uint8) for _ in itertools.count())
     with Camera(source, rate=100.0) as camera:
-        sizes = watched_sizes(tiny, 3, 60, camera, max_tokens=1)
+        sizes = watched_sizes(tiny, 3, 30, camera, max_tokens=1)
     assert sizes[2] - sizes[1] < 2 << 20
 
 

@@ -34,7 +34,7 @@ SAMPLINGS = {
     "everything": SamplingValues(1.0, 0, 0.9, 0.0, 1.2, 0.3, 0.2, seed=5, sequence=2),
 }
 PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 1))]
-COUNT = 28
+COUNT = 16
 answers = partial(runner_steps.answers, count=COUNT)
 
 
@@ -74,8 +74,8 @@ def test_a_changing_mixture_of_plans_and_plain_steps(eagle: DecodingRunner) -> N
     kinds = [*PLANS, None, None, None, None, None, None, None, PLANS[0], None, PLANS[2]]
     for name in ("greedy", "everything"):
         sampling = [SAMPLINGS[name]] * 2
-        plain, _ = answers(eagle, PROMPTS[:2], sampling, [None])
-        mixed, _ = answers(eagle, PROMPTS[:2], sampling, kinds)
+        plain, _ = answers(eagle, PROMPTS[:2], sampling, [None], count=28)
+        mixed, _ = answers(eagle, PROMPTS[:2], sampling, kinds, count=28)
         assert mixed == plain
 
 

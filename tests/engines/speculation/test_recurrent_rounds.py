@@ -29,7 +29,7 @@ SAMPLINGS = [
     SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5),
 ]
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33))]
-COUNT = 24
+COUNT = 16
 
 
 @pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "mtp", "granite4_hybrid", "nemotron_h"])
