@@ -212,7 +212,7 @@ def test_the_command_builds_and_tells(tmp_path: Path, compiled: list, plans: tup
     checkpoint = golden_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
     target = tmp_path / "engines"
     arguments = ["--prefill-chunk", "16", "--kv-capacity", "64", "--max-image-patches", "100"]
-    arguments += ["--target", "sm_86", "--attention", "composed"]
+    arguments += ["--target", "sm_86:46", "--attention", "composed"]
     built = CliRunner().invoke(create_app(), ["build", str(checkpoint), str(target), *arguments, *plans])
     assert built.exit_code == 0, built.output
     assert ("vision.encode-p160" in built.output) == bool(plans)

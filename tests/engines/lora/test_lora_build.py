@@ -131,7 +131,7 @@ def test_a_build_from_the_command_line(
     pytest.importorskip("tensorrt_rtx")
     target = tmp_path / "engines"
     loras = [f"--lora={name}={path}" for name, path in tiny_adapters.items()]
-    small = ("--prefill-chunk", "16", "--kv-capacity", "64", "--max-batch", "1", "--target", "sm_86")
+    small = ("--prefill-chunk", "16", "--kv-capacity", "64", "--max-batch", "1", "--target", "sm_86:46")
     result = edgellm("build", tiny_checkpoint, target, *loras, *small, *plans)
     assert result.exit_code == 0, result.output
     directory = EngineDirectory.open(target, verify=True)

@@ -95,6 +95,7 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
             assert again == sampled
 
 
+@pytest.mark.slow  # test_draft_weights.py drafts with such heads, too
 @pytest.mark.parametrize(("generation", "weights"), [(1, "int8"), (3, "int4"), ("nemotron_mtp", "int4")])
 def test_packed_drafts_change_no_token(
     generation: int | str, weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]

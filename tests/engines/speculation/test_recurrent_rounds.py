@@ -223,7 +223,7 @@ def test_what_gave_way_goes_on(runner: DecodingRunner, expected: list[list[int]]
     other = runner.start(0, PROMPTS[2], 0, SAMPLINGS[2]).wait().tolist()
     keeper.put_back(1, kept)
     runner.resume(1, [*PROMPTS[1], *found], len(found), draft_rows, SAMPLINGS[1])
-    while len(found) < 24:
+    while len(found) < COUNT:
         for tokens, emitted in zip((other, found), take_step(runner, 2, plan).wait(), strict=True):
             tokens.extend(emitted)
     assert found == expected[1][: len(found)] and other == expected[2][: len(other)]
