@@ -133,7 +133,7 @@ def test_without_tensorrt_a_target_has_kernels(
     checkpoint: Path, tmp_path: Path, compiled: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "_search", lambda: (None, "neither package is installed"))
-    arguments = ["build", str(checkpoint), str(tmp_path / "robot"), "--target", "sm_87", "--no-try", *SMALL]
+    arguments = ["build", str(checkpoint), str(tmp_path / "robot"), "--target", "sm_87:8", "--no-try", *SMALL]
     result = CliRunner().invoke(create_app(), arguments)
     assert result.exit_code == 0, result.output
     assert "No plans were built" not in result.output and "sm_87" in result.output

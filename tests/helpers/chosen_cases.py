@@ -214,7 +214,6 @@ SAMPLED = (
     "engines/speculation/test_drafted_answers.py",
     "engines/speculation/test_eagle_equality.py::test_a_changing_mixture_of_plans_and_plain_steps",
     "engines/speculation/test_eagle_equality.py::test_one_slot",
-    "engines/speculation/test_eagle_equality.py::test_packed_drafts_change_no_token",
     "engines/speculation/test_eagle_equality.py::test_sampled_chains_are_greedy_at_temperature_0",
     "engines/speculation/test_eagle_equality.py::test_slots_of_different_lengths_and_samplings",
     "engines/speculation/test_eagle_equality.py::test_to_the_end_of_the_context",
