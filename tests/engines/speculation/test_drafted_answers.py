@@ -163,7 +163,7 @@ def test_a_batch_gives_each_prompt_its_own_answer(plain: LLM, drafted: LLM) -> N
     for params in (
         SamplingParams(ignore_eos=True, max_tokens=25, stop_token_ids=(stop,)),
         SAMPLED,
-        SamplingParams(ignore_eos=True),
+        SamplingParams(ignore_eos=True, max_tokens=40),
     ):
         expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
         requests = [Request(prompt, None, params) for prompt in prompts]
