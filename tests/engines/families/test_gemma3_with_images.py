@@ -198,7 +198,7 @@ def test_a_directory_is_built_and_its_kernels_compile(
     ahead = [source for source in module.sources if ("HOST_AHEAD", 1) in source.macros]
     assert len(ahead) == 2 and {dict(source.macros)["HOST_WINDOW"] for source in ahead} == {0, 1}
     for source in ahead:
-        assert compile_module(source, TARGET).code.startswith(b"\x7fELF")
+        assert b".entry " in compile_module(source, TARGET.replace("sm", "compute")).code
 
 
 def test_which_plans_the_published_model_needs() -> None:
