@@ -191,7 +191,8 @@ def _language_tensors(
             f"{vision[0]!r:.120}), but adapters are served for the language model alone: train it with "
             f"exclude_modules={exclude!r}"
         )
-    parts = (".experts.", ".shared_expert", *((".shared_mlp.",) if config.mixture is not None else ()))  # Granite 4's
+    parts = [".experts.", ".shared_expert", ".block_sparse_moe."]  # the last is Granite 3's
+    parts += [".shared_mlp."] if config.mixture is not None else []  # Granite 4's
     experts = [name for name in tensors if any(part in name for part in parts)]
     if experts:
         problems.append(
