@@ -69,7 +69,7 @@ def test_all_is_as_transformers_has_it(llm: LLM) -> None:
     assert llm._runtime.prompt_ids(transcription_request(NAME, SPOKEN)) == ids[:PROMPT]
 
     def compute(runtime: Any) -> np.ndarray:
-        encoder = runtime._media.by_name["audio"].opened()
+        encoder = runtime._media.encoder("audio")
         piece = encoder.prepare(reference(SPOKEN))
         features = features_of(piece, encoder.mel, encoder.config)
         np.testing.assert_allclose(features.flatten()[::SPARSE], expected["features0"], atol=TOLERANCE)
@@ -125,7 +125,7 @@ def test_a_gpu_writes_with_the_probabilities_of_numpy(tmp_path: Path) -> None:
 def test_decode_kernels_add_what_is_heard(llm: LLM, way: type) -> None:
     """As on a GPU, token by token, over the KV rows that the kernels write."""
     config, expected = llm.directory.config, expected_speech(NAME)
-    encoder = llm._runtime._media.by_name["audio"].opened()
+    encoder = llm._runtime._media.encoder("audio")
     rows = llm.call(lambda runtime: encoded(encoder, encoder.prepare(reference(SPOKEN)))).result()
     with Checkpoint.open(CHECKPOINTS[NAME]) as checkpoint:
         arrays: dict[str, np.ndarray] = load_numpy_weights(checkpoint, decoder_weights(config))

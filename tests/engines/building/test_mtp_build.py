@@ -30,7 +30,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_draft_to_target, load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
-from edgellm.engines.families.mtp import read_mtp
+from edgellm.engines.families.drafts import read_mtp
 from edgellm.engines.model.decoder import decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.limits import EngineLimits
