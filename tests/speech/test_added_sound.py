@@ -208,13 +208,13 @@ def test_two_streams_give_the_rows_of_wholes(kind: str, voxtral_realtime_engines
         np.testing.assert_allclose(one, whole, rtol=0, atol=1e-6 * np.abs(whole).max() if exactly else 0)
 
 
-def test_ten_minutes_take_the_memory_of_one(voxtral_realtime_engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_minutes_take_the_memory_of_one(voxtral_realtime_engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, frames = EngineDirectory.open(voxtral_realtime_engines), encoded_frames(monkeypatch)
     stream, noise = Sound(RATE), np.random.default_rng(1)
     with opened(open_backend("numpy", directory), directory) as encoder:
         kept = [array for named in encoder._kept for array in named.values()]
         assert encoder.memory["audio keys and values"] == sum(each.nbytes for each in kept)
-        for _ in range(60):
+        for _ in range(18):
             stream = stream.followed_by(noise.standard_normal(10 * RATE, np.float32) * np.float32(0.1))
             frames.clear()
             encoder.encode([stream.prepared(encoder.mel, encoder.config)])
