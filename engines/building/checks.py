@@ -200,7 +200,8 @@ def check_limits(
                 f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
             )
     made_for = "the positions that the model was made for; edgellm build --beyond-trained-context lifts this bound"
-    expected = _whole(f"{chunk} (the prefill chunk)", f"{min(trained, LARGEST_CONTEXT)} ({made_for})")
+    least = f"{chunk} (the prefill chunk; --prefill-chunk takes {step} at the least)"
+    expected = _whole(least, f"{min(trained, LARGEST_CONTEXT)} ({made_for})")
     fits = chunk <= capacity <= LARGEST_CONTEXT and (capacity <= trained or beyond_trained_context)
     _require(fits, "kv_capacity", capacity, expected)
     if (problem := limits.window_problem(config)) is not None:
@@ -292,7 +293,7 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
     missing = "TensorRT" if find_tensorrt() is None else "GPU"
     return (), (
         f"No {missing} was found, so no plans are built. A GPU's kernels run models without, and the NumPy backend "
-        "runs all where there is no GPU. What kernels refuse takes plans on first use, on a machine with a GPU and "
+        "runs all where there is no GPU. What kernels refuse, but for experts, takes plans on first use, on a GPU with "
         "TensorRT; for a GPU that is elsewhere: edgellm build --refresh-plans ENGINE_DIR --target sm_86."
     )
 
