@@ -23,7 +23,7 @@ _TOKEN_TILES = (1, 2, 3, 4, 6, 8)
 LEAST_ROWS = 9
 #: What `fitted.json` says of each.
 _FITTED = "packed layers of 9 to 64 rows"
-_OF_MANY, _OF_FEW, FEW_MULTIPROCESSORS = fitted(_FITTED, "many", "few", "few_multiprocessors")
+_OF_MANY, _OF_FEW = fitted(_FITTED, "many", "few")
 _NARROW, _WIDE = fitted(_FITTED, "narrow", "wide")
 _STARTS, _COPIED, _JOINS, _UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = fitted(
     _FITTED, "starts", "copied", "joins", "unhidden", "dequantizes", "barriers", "few_warps"
@@ -117,7 +117,7 @@ def is_plain(layout: DeviceLayout) -> bool:
 
 def packed_tiles(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiles]:
     """All that take `batch` rows of activations in the shared memory that a block gets, the fastest first."""
-    forms = _OF_FEW if gpu.multiprocessors <= FEW_MULTIPROCESSORS else _OF_MANY
+    forms = _OF_FEW if gpu.is_small else _OF_MANY
     chosen = forms[next(most for most in forms if most >= batch)]
     fitting = [_fitting(PackedTiles(*sizes), batch, layout, gpu) for sizes in chosen]
     found = [tiling for tiling in fitting if tiling is not None]

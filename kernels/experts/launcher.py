@@ -28,7 +28,7 @@ from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.experts import contract
-from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launch import Argument, Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ADDING_THREADS = 128
@@ -38,9 +38,10 @@ _GROUP_BYTES = 64
 _ROUNDS = 2
 
 
-class _Choice(ctypes.Structure):
+class _Choice(Argument):
     """`Choice` of choice.cu."""
 
+    holds_next = True
     _fields_ = members(
         "void* scores correction x gate scales",
         "int experts chosen columns sigmoid normalized first last next_early",
@@ -56,10 +57,11 @@ class _Addition(ctypes.Structure):
     )
 
 
-class _Product(ctypes.Structure):
+class _Product(Argument):
     """`Product` of few_rows.cuh."""
 
-    _fields_ = [
+    waits_late = True
+    _fields_ = (
         ("linear", LinearArgument),
         ("addition", _Addition),
         *members(
@@ -69,7 +71,7 @@ class _Product(ctypes.Structure):
             "float limit",
             "int beside",
         ),
-    ]
+    )
 
 
 _CHOICE_MACROS = (

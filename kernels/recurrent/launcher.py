@@ -13,6 +13,7 @@ from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
+from edgellm.kernels.numpy_launch import Enqueued
 from edgellm.kernels.recurrent import contract
 
 _CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS, _WIDE_THREADS = 128, 32, 128, 256
@@ -239,7 +240,7 @@ class CudaRecurrent(Launcher):
         return Launch(self._module, kernel, grid, _GATES_THREADS, 0, (packed,))
 
 
-class _Launches:
+class _Launches(Enqueued):
     """Launches that follow each other: one, unless layers differ or are very many."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
@@ -250,7 +251,6 @@ class _Launches:
             launch()
 
     def overlap_previous(self) -> None:
-        """See `Launch.overlap_previous`."""
         for launch in self._launches:
             launch.overlap_previous()
 

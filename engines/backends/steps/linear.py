@@ -34,7 +34,6 @@ from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
 from edgellm.kernels.encoder.contract import ACTIVATIONS, MAX_NORM_WIDTH, activation_number
-from edgellm.kernels.launch import run_beside
 from edgellm.kernels.quantization.row_runs import DenseRows
 
 #: What a linear layer gives before it is normed and added, or before its activation, where that is another launch.
@@ -130,7 +129,7 @@ class _AnyLinear(implementation.Implementation[Any]):
         for part in linear.runs:
             launches = self._normed(step, run, part, next_early)
             if found:
-                run_beside(launches[0], found[-1])
+                launches[0].run_beside(found[-1])
             found += launches
             step = replace(step, keep=None)
         return found

@@ -19,22 +19,21 @@ from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Step
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import NormedInput
+from edgellm.kernels.numpy_launch import Enqueued
 from edgellm.kernels.quantization.row_runs import PackedRuns
 
 #: Where dense weights of packed ones are, and what a run keeps; each begins at a multiple of so many elements.
 _BESIDE, _ALIGNMENT = "beside plans", 256
 
 
-class PlanLaunch:
-    """Enqueues an engine that other runs may share on what it is bound to."""
+class PlanLaunch(Enqueued):
+    """Enqueues an engine that other runs may share on what it is bound to. TensorRT's kernels wait for what was
+    enqueued before."""
 
     name = "TensorRT"
 
     def __init__(self, engine: Any, bindings: Mapping[str, Array]) -> None:
         self._engine, self._bindings = engine, bindings
-
-    def overlap_previous(self) -> None:
-        """TensorRT's kernels wait for what was enqueued before."""
 
     def __call__(self) -> None:
         self._engine.bind(self._bindings)
