@@ -7,7 +7,7 @@ from itertools import product
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
-from edgellm.kernels.decode.packed_linear import PackedTiling, packed_tilings
+from edgellm.kernels.decode.packed_linear import PackedTiling, no_room, packed_tilings
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.fitted import fitted
@@ -122,10 +122,7 @@ def packed_tiles(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[Packed
     fitting = [_fitting(PackedTiles(*sizes), batch, layout, gpu) for sizes in chosen]
     found = [tiling for tiling in fitting if tiling is not None]
     if not found:
-        raise KernelError(
-            f"no packed layer of {batch} rows and {layout.columns} columns fits in the {gpu.shared_limit} bytes of "
-            "shared memory that a block has"
-        )
+        raise no_room(batch, layout, gpu)
     return sorted(found, key=lambda tiling: tiling.clocks(batch, layout.rows, layout.columns, gpu))
 
 

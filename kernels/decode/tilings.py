@@ -316,14 +316,6 @@ def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capa
 
 
 @cache
-def many_rows_clocks(
-    count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
-) -> float:
-    """The same by the kernels of many rows, whose input is normed."""
-    return fastest_tiling(count, rows, columns, gpu, gated, adapted).clocks(rows, columns, gpu)
-
-
-@cache
 def fastest_tiling(
     count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
 ) -> AnyTiling:

@@ -136,12 +136,9 @@ class CudaPrefill(Launcher):
         kernel = attention_kernel(queries.dtype, size, tiles, kind)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
 
-    def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
+    def dequantize(self, weight: PackedMatrix, values: DeviceArray) -> Launch:
         """See `NumpyPrefill.dequantize`."""
-        launch = dequantize(self._module, weight, values)
-        if beside:
-            launch.overlap_previous()
-        return launch
+        return dequantize(self._module, weight, values)
 
     def load(self, dtype: str, size: int, tokens: int, heads: int, kind: AttentionKind) -> None:
         """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need."""

@@ -93,7 +93,7 @@ class ByPlan(Implementation[Step]):
             arrays[name] = run.moved(whole) if name.startswith(NEXT) else run.array(whole)
         bindings = {name: arrays[name].reshape(*size) for name, (size, _) in segment.program.edge.items()}
         for name in (name for name in beside if name not in segment.kept):
-            launches += self._dense(run, run.array(segment.name_in_whole(name)), bindings[name], bool(launches))
+            launches += self._dense(run, run.array(segment.name_in_whole(name)), bindings[name])
         launches.append(PlanLaunch(run.kernels.plans[self.plan_shape(program)], bindings))
         for name, keep in segment.kept.items():
             rows, target = bindings[name], run.array(keep.target)
@@ -103,15 +103,15 @@ class ByPlan(Implementation[Step]):
         return launches
 
     @staticmethod
-    def _dense(run: Launching, weight: Any, values: Array, beside: bool) -> list[Any]:
-        """What makes a packed weight's dense values, [N, K], beside each other; dense rows are copied."""
+    def _dense(run: Launching, weight: Any, values: Array) -> list[Any]:
+        """What makes a packed weight's dense values, [N, K]; dense rows are copied."""
         launches, first = list[Any](), 0
         for part in weight.runs if isinstance(weight, PackedRuns) else (weight,):
             own = values[first : first + part.shape[0]]
             launches.append(
                 run.kernels.few.norm(NormedInput(part, None), own, 0)
                 if isinstance(part, Array)
-                else run.kernels.prefill.dequantize(part, own, beside=beside or bool(launches))
+                else run.kernels.prefill.dequantize(part, own)
             )
             first += part.shape[0]
         return launches
