@@ -54,13 +54,6 @@ class Padding:
                 yield begin, block.reshape(-1)
             done += count
 
-    def padded(self, values: np.ndarray) -> np.ndarray:
-        """A whole weight as it stands in memory."""
-        found = np.zeros(self.shape, values.dtype)
-        for begin, piece in self.pieces(0, values.reshape(-1)):
-            found.reshape(-1)[begin : begin + piece.size] = piece
-        return found
-
     def place(self, published: slice) -> slice:
         """Where in memory the elements of whole published rows stand, with zeros between and behind them."""
         columns, width = self.columns or 1, self._padded_columns

@@ -23,7 +23,6 @@ from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
-from edgellm.kernels.errors import KernelError
 
 #: The largest head, and the widest rows of a norm: a block holds one of them.
 MAX_HEAD_SIZE, MAX_NORM_WIDTH = 128, 12_000
@@ -56,13 +55,6 @@ Heads: TypeAlias = Annotated[OwnArray, "3GRD compute"]
 def padded_width(columns: int) -> int:
     """Columns of rows that linear layers take, where a model has so many."""
     return -(-columns // WIDTH_STEP) * WIDTH_STEP
-
-
-def activation_number(activation: str) -> int:
-    """The number by which the kernels know an activation. Raises KernelError for others."""
-    if activation not in ACTIVATIONS:
-        raise KernelError(f"encoder kernels have no activation {activation}, only {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[activation]
 
 
 def heads_refusal(size: int) -> str | None:

@@ -33,7 +33,7 @@ from edgellm.kernels.decode.geometries import linear_residual_shared_bytes, norm
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest_tiling, few_rows_clocks
-from edgellm.kernels.encoder.contract import ACTIVATIONS, MAX_NORM_WIDTH, activation_number
+from edgellm.kernels.encoder.contract import ACTIVATIONS, MAX_NORM_WIDTH
 from edgellm.kernels.quantization.row_runs import DenseRows
 
 #: What a linear layer gives before it is normed and added, or before its activation, where that is another launch.
@@ -154,7 +154,7 @@ class _AnyLinear(implementation.Implementation[Any]):
             through = run.columns(step.through, step.first, output)
             return [*launches, run.kernels.few.token_gate(apart, activation, through, output)]
         rows = output.reshape(-1, output.shape[-1])
-        return [*launches, run.kernels.encoder.activate(apart, activation_number(activation), rows)]
+        return [*launches, run.kernels.encoder.activate(apart, ACTIVATIONS[activation], rows)]
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         """The launches of a layer with what stands before it."""
