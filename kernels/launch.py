@@ -1,8 +1,8 @@
 """Kernels launched through `cuda.bindings`, on streams of pycuda's.
 
 Launches may have attributes: clusters, and programmatic dependent launch, which lets a kernel load what its predecessor
-does not change while that one finishes. Kernels of models are prepared once as a `Launch`, which can have both;
-`launch_kernel` enqueues the others at once.
+does not change while that one finishes. Kernels of models are prepared once as a `Launch`, which can have both; a
+`Launcher` enqueues the others at once.
 """
 
 from __future__ import annotations
@@ -225,32 +225,6 @@ class Launch(Enqueued):
         if status != self._driver.CUresult.CUDA_SUCCESS:
             early = "" if self._function else ": it was made while its module was compiled, make it again behind that"
             raise KernelError(f"launching {self.name} failed: {status}{early}")
-
-
-def launch_kernel(
-    kernels: KernelModule,
-    kernel: Kernel,
-    grid: tuple[int, int, int],
-    threads: int,
-    shared_bytes: int,
-    arguments: Sequence[Any],
-    early: bool = False,
-) -> None:
-    """Enqueue a kernel on the stream; `arguments` as `Launch` takes them.
-
-    `early`: it may start while its predecessor runs, where the GPU can do that, and waits itself. Raises KernelError.
-    """
-    if early and kernels.can_overlap:
-        launch = Launch(kernels, kernel, grid, threads, shared_bytes, arguments)
-        launch.overlap_previous()
-        launch()
-        return
-    function, driver = kernels.function(kernel, shared_bytes), kernels.driver
-    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-    given = shared_bytes, kernels.stream, ctypes.addressof(pointers), 0
-    (status,) = driver.cuLaunchKernel(function, *grid, threads, 1, 1, *given)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelError(f"launching {kernel.expression} failed: {status}")
 
 
 def refused_by_driver(architecture: str, compiled: CompiledModule, reason: Any) -> KernelError:

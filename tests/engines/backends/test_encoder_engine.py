@@ -210,17 +210,6 @@ def test_pieces_of_a_weight_come_where_they_belong(padding: Padding, step: int) 
     np.testing.assert_array_equal(padded_weight(padding, published), found)
 
 
-def test_elements_are_found_where_they_are_published() -> None:
-    padding = Padding(6, 5, 2)
-    numbered = padded_weight(padding, np.arange(30.0) + 1).reshape(-1)
-    for published in (slice(0, 30), slice(5, 20), slice(15, 30)):
-        place = padding.place(published)
-        for index, value in enumerate(numbered[place]):
-            if value:
-                assert padding.published_index(published, index) == value - 1 - published.start
-        assert padding.published_index(published, -1) == -1
-
-
 def test_weights_of_published_encoders_that_are_padded() -> None:
     """Gates and ups of 3,420 each, and the patches of CLIP and SigLIP, 588 elements."""
     qwen = replace(
