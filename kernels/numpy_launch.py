@@ -15,6 +15,9 @@ class Enqueued:
     """What is enqueued each time that it is called. By itself it waits for what stands before it, and lets nothing of
     what stands behind it start before it has ended."""
 
+    def __call__(self) -> None:
+        raise NotImplementedError
+
     def overlap_previous(self) -> None:
         """Let it start before its predecessor has finished, where it can; it must wait itself."""
 
