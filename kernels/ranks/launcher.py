@@ -158,7 +158,7 @@ class CudaRank:
         """See `NumpyRank.columns`."""
         own, begins = self._argument.own, [0, *accumulate(widths)]
         if self._nccl is None:
-            return ArrayCopy(self._module, values, output, begins[own])
+            return self.copy(values, output, begins[own])
         rows, most = values.size // widths[own], INBOX_BYTES // (4 * max(widths))
         whole, stages = output.reshape(rows, begins[-1]), list[Callable[[], None]]()
         for first in range(0, rows, most):
@@ -168,7 +168,7 @@ class CudaRank:
                 place = values.pointer + 4 * first * width if rank == own else inbox + rank * INBOX_BYTES
                 part = DeviceArray(place, (target.shape[0], width), "float32", values)
                 brought += [partial(self._nccl.broadcast, rank, place, part.nbytes)] if rank else []
-                behind += [ArrayCopy(self._module, part, target, begins[rank])] if own == 0 else []
+                behind += [self.copy(part, target, begins[rank])] if own == 0 else []
             stages += [self._begun(), partial(_in_turn, brought), partial(_in_turn, [*behind, self._add()])]
         return Together(stages)
 
@@ -177,8 +177,11 @@ class CudaRank:
         if self._nccl is not None:
             brought = [partial(self._nccl.broadcast, 0, target.pointer, target.nbytes) for target in targets]
             return [Together([self._begun(), partial(_in_turn, brought), self._add()])]
-        pairs = zip(sources, targets, strict=True)
-        return [ArrayCopy(self._module, *pair) for pair in pairs] if self._argument.own else []
+        return [self.copy(*pair) for pair in zip(sources, targets, strict=True)] if self._argument.own else []
+
+    def copy(self, source: DeviceArray, target: DeviceArray, column: int = 0) -> ArrayCopy:
+        """See `ArrayCopy`."""
+        return ArrayCopy(self._module, source, target, column)
 
     def joined(self) -> Launch:
         """A launch that does nothing: what comes behind it has one predecessor."""
