@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from edgellm.asynchronous import AsyncLLM as AsyncLLM
     from edgellm.asynchronous import AsyncSession as AsyncSession
     from edgellm.asynchronous import AsyncWatch as AsyncWatch
-    from edgellm.drafting.acceptance import DraftingStatistics as DraftingStatistics
     from edgellm.drafting.config import DraftingConfig as DraftingConfig
-    from edgellm.drafting.learner import DraftingReport as DraftingReport
+    from edgellm.drafting.report import DraftingReport as DraftingReport
+    from edgellm.drafting.report import DraftingStatistics as DraftingStatistics
     from edgellm.embedding import EmbeddingRequest as EmbeddingRequest
     from edgellm.errors import AdapterError as AdapterError
     from edgellm.errors import AudioError as AudioError
@@ -99,9 +99,8 @@ _REQUESTS = (
 )
 _NAMES = {
     "asynchronous": "AsyncGeneration AsyncLLM AsyncSession AsyncWatch",
-    "drafting.acceptance": "DraftingStatistics",
     "drafting.config": "DraftingConfig",
-    "drafting.learner": "DraftingReport",
+    "drafting.report": "DraftingReport DraftingStatistics",
     "embedding": "EmbeddingRequest",
     "errors": f"{_ERRORS} QueueFullError RequestError SnapshotError TemplateError",
     "generation": "Generation",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from edgellm.drafting.learner import DraftingReport
+from edgellm.drafting.report import DraftingReport
 from edgellm.embedding import EmbeddingRequest
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation

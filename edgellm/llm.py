@@ -13,7 +13,7 @@ from weakref import finalize
 
 import numpy as np
 
-from edgellm.drafting.learner import DraftingReport
+from edgellm.drafting.report import DraftingReport
 from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.engines.closing import Closing
 from edgellm.errors import EdgeLLMError, EngineError, require_kind

@@ -20,7 +20,7 @@ from edgellm.decoding.runner import open_runner, read_adapters
 from edgellm.decoding.slot_table import HeldSlots
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.drafters import Drafters
-from edgellm.drafting.learner import DraftingReport
+from edgellm.drafting.report import DraftingReport
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.closing import Closing
 from edgellm.engines.directories.engine_directory import EngineDirectory

@@ -10,7 +10,7 @@ from inspect import iscoroutinefunction
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from edgellm.drafting.acceptance import DraftingStatistics
+from edgellm.drafting.report import DraftingStatistics
 from edgellm.errors import RequestError, did_you_mean, is_switch, is_whole, require, require_kind, shown
 from edgellm.sampling_params import LARGEST_SEED, SamplingParams, as_float, with_structure
 from edgellm.structure.description import Structure

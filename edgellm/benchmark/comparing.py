@@ -22,8 +22,7 @@ from edgellm.snapshots.contents import common_beginning
 from edgellm.text.messages import checked_messages
 
 if TYPE_CHECKING:
-    from edgellm.drafting.acceptance import DraftingStatistics
-    from edgellm.drafting.learner import DraftingReport
+    from edgellm.drafting.report import DraftingReport, DraftingStatistics
     from edgellm.engines.model.limits import EngineLimits
     from edgellm.llm import LLM
     from edgellm.sampling_params import SamplingParams

@@ -23,7 +23,7 @@ from edgellm.errors import DeviceLostError, EdgeLLMError, number_of
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
-    from edgellm.drafting.acceptance import DraftingStatistics
+    from edgellm.drafting.report import DraftingStatistics
     from edgellm.generation import Generation
     from edgellm.requests import Response
 

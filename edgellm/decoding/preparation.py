@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgellm.decoding.sequence import Clock, DecodingSequence
 from edgellm.defaults import ModelDefaults
-from edgellm.drafting.acceptance import DraftingTally
+from edgellm.drafting.report import DraftingTally
 from edgellm.embedding import refusal_to_answer
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.recently_used import RecentlyUsed

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgellm.drafting.acceptance import DraftingTally
 from edgellm.drafting.proposals import Said
+from edgellm.drafting.report import DraftingTally
 from edgellm.engines.runners.media import PromptMedia, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import TokenConstraint, fill_tree_masks

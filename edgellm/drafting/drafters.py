@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.drafter import FixedDrafter, Policy, fitting_plans
-from edgellm.drafting.learner import DraftingReport, Learner
+from edgellm.drafting.learner import Learner
+from edgellm.drafting.report import DraftingReport
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_weight_name

@@ -1,9 +1,9 @@
 """Which plan is taken: plain steps, a draft model's rounds, or rounds of what the host knows.
 
 One learner rates all by the tokens that they should give in the time of a plain step. Choices follow from finished
-steps alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps
-that their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for
-candidates of the host has a budget of its own (`Search`). Behind a look in vain the decoding loop asks nothing a while.
+steps alone, never from a draft that is under way, so they cannot bias the output. What steps, and looking for
+candidates of the host, took over the plain steps that their tokens would have taken is drawn from an `Account`, without
+which no draft model is asked and nothing is looked for. Behind a look in vain the decoding loop asks nothing a while.
 """
 
 from __future__ import annotations
@@ -11,65 +11,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from edgellm.drafting.drafter import Choice, Policy
 from edgellm.drafting.own_plans import MOST_REST, Account, Option, OwnPlans, Search, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
+from edgellm.drafting.report import DraftingReport, forecasts, why
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What a plan should give: tokens of a sequence and seconds in a round, tokens per second of all."""
-
-    name: str
-    tokens: float
-    seconds: float
-    tokens_per_second: float
-
-    def __str__(self) -> str:
-        milliseconds, rate = self.seconds * 1000, self.tokens_per_second
-        return f"{self.name}: {self.tokens:.2f} tokens in {milliseconds:.2f} ms, {rate:.0f} tokens/s"
-
-
-@dataclass(frozen=True)
-class DraftingReport:
-    """What was chosen for the latest batch size, and why.
-
-    `rounds` counts finished rounds by plan, plain steps included; `explored` those that were tried against the
-    forecast. `acceptance` holds, for a draft model's chains and each of its trees, how likely depth 1, 2, ... is
-    accepted in a text like this once the depth before was; of what was said before, how often candidates came over what
-    was promised. `forecasts` are sorted, the fastest first.
-    """
-
-    chosen: str
-    reason: str
-    rounds: dict[str, int]
-    explored: int
-    acceptance: dict[str, list[float]]
-    forecasts: list[Forecast] = field(default_factory=list)
-
-
-def forecasts(options: Sequence[Option], batch: int, plain: float) -> list[Forecast]:
-    """Of so many sequences, whose plain step takes so many seconds; the fastest first."""
-    found = []
-    for each in sorted(options, key=lambda option: -option.rate):
-        name, rate = PLAIN if each.plan is None else each.plan.name, batch * each.rate / plain
-        found.append(Forecast(name, each.tokens, each.steps * plain, rate))
-    return found
-
-
-def why(chosen: str, ranked: Sequence[Forecast]) -> str:
-    """What is said of a choice among forecasts: what it promises, and what else there was."""
-    of = {each.name: each for each in ranked}
-    draft = next((str(each) for each in ranked if each.name != PLAIN), "nothing was said before")
-    return f"{of[PLAIN]}; the best draft, {draft}" if chosen == PLAIN else f"{of[chosen]}; {of[PLAIN]}"
-
 
 #: Nodes of trees of given candidates, the root included: where shapes are captured, and where any is computed at once.
 CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
@@ -118,7 +69,7 @@ class Learner(Policy):
         self._latest, self._best_compared = (1, False), tuple[Option, ...]()
         self._choice, self._rounds = OwnPlans(own, adaptive, self.account, ahead), Counter[str]()
         #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
-        self._chosen, self.searches = 0, (Search(), Search())
+        self._chosen, self.searches = 0, (Search(self.account), Search(self.account))
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, [0.0, 0.0]
@@ -179,7 +130,7 @@ class Learner(Policy):
         return plan, None
 
     def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
-        """Whether it is time to look for candidates, `is_fresh` or what was found, and the budget affords it."""
+        """Whether it is time to look for candidates, `is_fresh` or what was found, and the account affords it."""
         may_find = bool(self.given_plans) and (ruled or self.looks_up)
         return may_find and self.searches[ruled].is_due(self._chosen, is_fresh)
 
@@ -295,14 +246,12 @@ class Learner(Policy):
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
         tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
         late = seconds - blocked > (1.0 - LEAST_BLOCKED) * times.plain and bool(self.own) and self._ahead and not ruled
-        is_searched = waited if plan is None else plan.is_given
         waited = plan is None and (waited or late)
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds / times.plain, LARGEST_SURPRISE * times.ratio(plan))
         if plan is not None and plan.is_given:
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
-        self.searches[ruled].earn(tokens, (saved if is_searched else 0.0) - cost)
         times.record(plan, seconds, waited, late)
 
     def _count_rests(self, learns: bool) -> None:
@@ -319,7 +268,6 @@ class Learner(Policy):
         elif times is not None:
             saved = steps - min(seconds / times.plain, LARGEST_SURPRISE * steps)
         self.account.ended(steps, saved, False)
-        self.searches[ruled].earn(steps, 0.0)
 
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""

@@ -29,37 +29,6 @@ class Option(NamedTuple):
 MOST_REST = 255
 
 
-class Search:
-    """When candidates of the host are looked for: looks, and rounds of them, are paid from a budget in plain steps. One
-    in vain puts the next off, for longer each time, until looks cost no more than `LOOK_SHARE` of the steps between."""
-
-    #: The budget at first and at most; this share of each token is added, and what rounds save. So much is overdrawn to
-    #: use what was found, which takes slow hosts so long. Settled with drafting_workloads.py and host_time.py.
-    FIRST, MOST, SHARE, OVERDRAFT, LOOK_SHARE = 4.0, 14.0, 0.005, 6.0, 0.01
-
-    def __init__(self) -> None:
-        #: The first step before which is looked again, and for how many steps a look in vain puts that off.
-        self.begins, self.patience = 0, 0
-        self._budget = self.FIRST
-
-    def is_due(self, step: int, is_fresh: bool = True) -> bool:
-        """Whether it is time to look before a step, or where that is not `is_fresh` to use what was found; until the
-        budget is there again it is not."""
-        missing = -self._budget - (0.0 if is_fresh else self.OVERDRAFT)
-        if missing >= 0.0:
-            self.begins = step + min(MOST_REST, 1 + int(missing / self.SHARE))
-        return step >= self.begins
-
-    def put_off(self, step: int, cost: float) -> None:
-        """A look in vain before a step took so many plain steps."""
-        self.begins = step + 1 + min(self.patience, int(cost / self.LOOK_SHARE))
-        self.patience = min(2 * self.patience + 1, MOST_REST)
-
-    def earn(self, tokens: float, saved: float) -> None:
-        """Steps gave so many tokens, and saved so many plain steps."""
-        self._budget = min(self.MOST, self._budget + self.SHARE * tokens + saved)
-
-
 class Account:
     """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and rounds that should pay
     a share of what was saved lately. What counts is the loss since the best place of the latest `WINDOW` tokens.
@@ -104,6 +73,31 @@ class Account:
         self._best.append((self._tokens, self._saved))
         while self._best[0][0] < self._tokens - self.WINDOW:
             self._best.popleft()
+
+
+class Search:
+    """When candidates of the host are looked for: looks, and rounds of them, are paid from an account. One in vain puts
+    the next off, for longer each time, until looks cost no more than `LOOK_SHARE` of the steps between."""
+
+    #: More than so many plain steps must be left for a look, to use what was found more than none; else it is put off for
+    #: so many steps. Settled with drafting_workloads.py and host_time.py.
+    LEAST_LEFT, PUT_OFF, LOOK_SHARE = 1.0, 32, 0.01
+
+    def __init__(self, account: Account) -> None:
+        #: The first step before which is looked again, and for how many steps a look in vain puts that off.
+        self.begins, self.patience = 0, 0
+        self._account = account
+
+    def is_due(self, step: int, is_fresh: bool = True) -> bool:
+        """Whether it is time to look before a step, or where that is not `is_fresh` to use what was found."""
+        if self._account.left(True) <= (self.LEAST_LEFT if is_fresh else 0.0):
+            self.begins = max(self.begins, step + self.PUT_OFF)
+        return step >= self.begins
+
+    def put_off(self, step: int, cost: float) -> None:
+        """A look in vain before a step took so many plain steps."""
+        self.begins = step + 1 + min(self.patience, int(cost / self.LOOK_SHARE))
+        self.patience = min(2 * self.patience + 1, MOST_REST)
 
 
 # Settled with tools/bench/drafting_workloads.py: tools/bench/results/2026-11-29-cpu-learner-small.md.xz.

@@ -19,7 +19,7 @@ from edgellm.benchmark.comparing import (
     summarize,
 )
 from edgellm.benchmark.report import report_lines, speed_plot
-from edgellm.drafting.acceptance import DraftingStatistics
+from edgellm.drafting.report import DraftingStatistics
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import RequestError
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from edgellm.commands.console import drafting_in_words
-from edgellm.drafting.acceptance import DraftingStatistics
+from edgellm.drafting.report import DraftingStatistics
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from drafted_conversations import ask_freely
 
 from edgellm.drafting import learner
 from edgellm.drafting.learner import CAPTURED_TREES, Learner
-from edgellm.drafting.own_plans import Search
+from edgellm.drafting.own_plans import Account, Search
 from edgellm.drafting.proposals import Said
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.constraints import AllowedTokens
@@ -20,7 +20,7 @@ from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
 DEEPEST = 16
-FIRST_BUDGET, MOST_BUDGET = Search.FIRST, Search.MOST  # which the tests change
+IS_DUE = Search.is_due  # which the tests change
 TEXT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]
 
 
@@ -256,8 +256,7 @@ def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(ahead: bool, monk
     drafts.host.index.propose = slow
     sequence = opened(drafts, TEXT)
     record(drafts, None, step, 1)
-    monkeypatch.setattr(Search, "MOST", MOST_BUDGET)
-    drafts.searches[False]._budget = MOST_BUDGET
+    monkeypatch.setattr(Search, "is_due", IS_DUE)
     for token in range(2000):
         began = clock.now
         sequence.say([100 + token])
@@ -265,13 +264,12 @@ def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(ahead: bool, monk
         plain_step(drafts, sequence, spent, 0.8 * step, not ahead)
         clock.now = began + spent
     assert len(asked) > 1900 if ahead else len(asked) > 20
-    assert ahead or len(asked) / 5 <= Search.SHARE * 2000 + MOST_BUDGET
+    assert ahead or len(asked) / 5 <= Account.MOST_LOST * 2000 / Account.WINDOW + Account.MOST_LOST
 
 
 def test_rounds_that_lose_are_left_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each of them promises more than it gives."""
-    monkeypatch.setattr(Search, "FIRST", FIRST_BUDGET)
-    monkeypatch.setattr(Search, "MOST", MOST_BUDGET)
+    monkeypatch.setattr(Search, "is_due", IS_DUE)
     drafts, taken = drafting(), 0
     record(drafts, None, 0.01, 1)
     for _ in range(400):

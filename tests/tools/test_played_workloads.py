@@ -111,3 +111,21 @@ def test_texts_are_played_by_an_engine_directory_within_other_limits(
         player = Player(runner)
         times = player.seconds([player.script(texts)], FixedDrafter(player.plans[0]))
         assert runner.limits.max_batch == len(times) and all(len(each) == 12 for each in times)
+
+
+def test_ways_take_turns_until_each_has_ended(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(repository / "tools" / "bench"))
+    from tools.bench.played_workloads import SLICE, beside
+
+    order: list[str] = []
+
+    def way(name: str, count: int) -> Any:
+        times: list[float] = []
+        for place in range(count):
+            order.append(name)
+            times.append(place)
+            yield [times]
+
+    found = beside({"one": way("one", 2 * SLICE), "other": way("other", SLICE + 3)})
+    assert found == {"one": [[*range(2 * SLICE)]], "other": [[*range(SLICE + 3)]]}
+    assert order == ["one"] * SLICE + ["other"] * SLICE + ["one"] * SLICE + ["other"] * 3

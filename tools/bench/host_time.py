@@ -34,8 +34,8 @@ from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import Clock, DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting import learner as learner_module
-from edgellm.drafting.acceptance import DraftingTally
 from edgellm.drafting.learner import Learner
+from edgellm.drafting.report import DraftingTally
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.speculation.constraints import mask_words

@@ -9,11 +9,12 @@ model, whose limits are not heeded; loop, learner, index and rules' masks are
 the real ones; what is drawn, and how far the draft model's guesses are right, is what the text says (`known_answers`).
 
 Workloads that differ by their device alone are one. Each is decoded by every fixed plan of the draft model once, then
-plainly (with the draft loaded), as the learner chooses, and by the fastest of these plans, in turns. Printed
-are medians: the speed over plain decoding's; the least share of its speed over any 512 tokens, from the first token
-on, and the same of plain decoding in the turn before (what the machine's noise makes of it); behind 1,024 tokens the
-speed over the fastest plan's. Begun is what `--seconds` leave time for. With `--cpu-time` all seconds are the process's
-processor time, the learner's too, which other work on the machine does not lengthen: for NumPy.
+plainly (with the draft loaded), as the learner chooses, and by the fastest of these plans, in turns; on NumPy, where
+nothing runs ahead, these and plain decoding once more take turns of a few tokens, as a processor's speed changes within
+seconds. Printed are medians: the speed over plain decoding's; the least share of its speed over any 512 tokens, from
+the first token on, and the same of plain decoding once more, or in the turn before (what the machine's noise makes of
+it); behind 1,024 tokens the speed over the fastest plan's. Begun is what `--seconds` leave time for. With `--cpu-time`
+all seconds are the process's processor time, the learner's too, which other work does not lengthen as much: for NumPy.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -61,6 +64,8 @@ from tools.bench.known_answers import KnownAnswers
 
 #: Rows of a sequence: the longest prompt, its answer, and a round.
 CAPACITY, CHUNK = 3072, 128
+#: Of ways that are played beside each other, the tokens after which the next goes on.
+SLICE = 16
 
 
 class PlayedForcing(Forcing):
@@ -117,23 +122,42 @@ class Player:
             loop.admit(sequence)
             for _ in loop.settle():
                 pass
-        began = time.perf_counter()
+        spent, began = 0.0, time.perf_counter()
         while loop.running:
             for token in loop.advance():
                 if token.sequence.failure is not None:
                     raise token.sequence.failure
-                yield numbers[id(token.sequence)], time.perf_counter() - began
+                spent += time.perf_counter() - began
+                yield numbers[id(token.sequence)], spent
+                began = time.perf_counter()  # what is done with the token takes no time
         if any(answer.token_ids != text.answer for answer, text in zip(answers, texts, strict=True)):
             raise RuntimeError("a text was not said as it is: nothing that was measured counts")
 
-    def seconds(self, scripts: Sequence[Script], drafter: Policy) -> list[list[float]]:
-        """Decode seconds until each token of each sequence, over the scripts one after the other."""
+    def timed(self, scripts: Sequence[Script], drafter: Policy) -> Iterator[list[list[float]]]:
+        """Decode seconds until each token of each sequence, over the scripts one after the other; they grow."""
         found: list[list[float]] = [[] for _ in scripts[0].texts]
         for script in scripts:
             spent = [each[-1] if each else 0.0 for each in found]
             for number, now in self.play(script, drafter):
                 found[number].append(spent[number] + now)
-        return found
+                yield found
+
+    def seconds(self, scripts: Sequence[Script], drafter: Policy) -> list[list[float]]:
+        """All of them."""
+        return deque(self.timed(scripts, drafter), 1).pop()
+
+
+def beside(ways: Mapping[str, Iterator[list[list[float]]]]) -> dict[str, list[list[float]]]:
+    """What each of several ways gives at last, each of a player of its own: `SLICE` tokens of each in turn."""
+    found, going = dict[str, list[list[float]]](), dict(ways)
+    while going:
+        for name, way in [*going.items()]:
+            part = [*islice(way, SLICE)]
+            if part:
+                found[name] = part[-1]
+            if len(part) < SLICE:
+                del going[name]
+    return found
 
 
 def learner(workload: Workload, runner: DecodingRunner, plans: Sequence[DraftPlan]) -> Learner:
@@ -143,8 +167,9 @@ def learner(workload: Workload, runner: DecodingRunner, plans: Sequence[DraftPla
     return Learner(runner.verification.most_given, runner.backend.fixed_shapes, index, own, experts=experts)
 
 
-def measure(player: Player, workload: Workload, turns: int) -> dict[str, Any]:
-    """All figures of a workload."""
+def measure(players: Sequence[Player], workload: Workload, turns: int) -> dict[str, Any]:
+    """All figures of a workload, by one player or by one for each of the ways, which are beside each other then."""
+    player = players[0]
     answers, fixed = [player.script(batch) for batch in texts(workload)], dict[str, float]()
     late = min(LEARNED, len(answers) * workload.length // 2)
 
@@ -157,15 +182,24 @@ def measure(player: Player, workload: Workload, turns: int) -> dict[str, Any]:
     ways = {"plain": Policy, "auto": lambda: learner(workload, player.runner, player.plans)}
     if best is not None:
         ways["fixed"] = lambda: FixedDrafter(best)
+    if len(players) > 1:
+        ways["again"] = Policy
+    else:
+        for name in ("plain", "auto"):  # captures steps and rounds: those of fixed plans are captured by now
+            player.seconds(answers, ways[name]())
     found: dict[str, list[list[list[float]]]] = {name: [] for name in ways}
-    for name in ("plain", "auto"):  # captures steps and rounds: those of fixed plans are captured by now
-        player.seconds(answers, ways[name]())
     for turn in range(turns):
-        for name in sorted(ways, reverse=bool(turn % 2)):
-            found[name].append(player.seconds(answers, ways[name]()))
+        order = sorted(ways, reverse=bool(turn % 2))
+        if len(players) > 1:
+            own = zip(order, players, strict=False)
+            seconds = beside({name: each.timed(answers, ways[name]()) for name, each in own})
+        else:
+            seconds = {name: player.seconds(answers, ways[name]()) for name in order}
+        for name in order:
+            found[name].append(seconds[name])
     pairs = [*zip(found["plain"], found["auto"], strict=True)]
     worst = [min(share for own in zip(*pair, strict=True) for share in windows(*own)) for pair in pairs]
-    again = [*zip(found["plain"][1:], found["plain"][:-1], strict=True)]
+    again = [*zip(found["plain"], found["again"], strict=True)] if "again" in ways else [*pairwise(found["plain"])]
     noise = [min(share for own in zip(*pair, strict=True) for share in windows(*own)) for pair in again]
     figures = {
         "over_plain": statistics.median(total(plain) / total(auto) for plain, auto in pairs),
@@ -232,17 +266,19 @@ def main() -> None:
             break
         limits = EngineLimits(batch, CHUNK, CAPACITY, **sizes)
         folder = Path(tempfile.gettempdir()) / "edgellm-played" / f"{arguments.shapes}-{arguments.weights}-{batch}"
-        if published:
-            running = opened(published, limits, arguments.backend)
-        else:
-            directory = random_directory(folder, config, limits, config.dtype, arguments.weights)
-            running = random_runner(directory, arguments.backend)
-        with running as runner:
-            player = Player(runner)
+        own = None if published else random_directory(folder, config, limits, config.dtype, arguments.weights)
+        with ExitStack() as stack:
+            players = []
+            for _ in range(4 if arguments.backend == "numpy" else 1):
+                if published:
+                    running = opened(published, limits, arguments.backend)
+                else:
+                    running = random_runner(own, arguments.backend)
+                players.append(Player(stack.enter_context(running)))
             for workload in chosen:
                 if workload.batch == batch and time.perf_counter() - began <= arguments.seconds:
                     try:
-                        figures = played[name_of(workload)] = measure(player, workload, arguments.turns)
+                        figures = played[name_of(workload)] = measure(players, workload, arguments.turns)
                     except RuntimeError as error:  # the others count
                         figures = {"failed": error}
                     print(name_of(workload), *(f"{key} {value}" for key, value in figures.items()), flush=True)
