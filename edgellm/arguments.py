@@ -23,17 +23,18 @@ def check_options(given: Mapping[str, Any]) -> None:
         if given[name] is not None:
             check_path(name, given[name])
     adapters, drafting, snapshots = given["adapters"], given["drafting"], given["snapshots"]
-    require(isinstance(given["backend"], str), "backend", given["backend"], "one of auto, numpy, tensorrt")
-    require(isinstance(given["executor"], str), "executor", given["executor"], "auto or tensorrt")
-    index = given["gpu"]
-    require(index is None or is_whole(index, 0), "gpu", index, "the index of a GPU, from 0 on, or None")
-    expected = f"how many GPUs share the model, from 1 to {MOST_GPUS}"
-    require(is_whole(given["gpus"], 1, MOST_GPUS), "gpus", given["gpus"], expected)
-    layers, expected = given["hidden_layers"], "a list of layers, or None"
+    layers, index, progress = given["hidden_layers"], given["gpu"], given["progress"]
     are_layers = isinstance(layers, Sequence) and len(layers) > 0 and all(is_whole(each, 1) for each in layers)
-    require(layers is None or are_layers, "hidden_layers", layers, expected)
-    expected = "directories by name, as in {'json': 'adapter-dir'}"
-    require(isinstance(adapters, (Mapping, type(None))), "adapters", adapters, expected)
+    for name, holds, expected in (
+        ("backend", isinstance(given["backend"], str), "one of auto, numpy, tensorrt"),
+        ("executor", isinstance(given["executor"], str), "auto or tensorrt"),
+        ("gpu", index is None or is_whole(index, 0), "the index of a GPU, from 0 on, or None"),
+        ("gpus", is_whole(given["gpus"], 1, MOST_GPUS), f"how many GPUs share the model, from 1 to {MOST_GPUS}"),
+        ("hidden_layers", layers is None or are_layers, "a list of layers, or None"),
+        ("adapters", isinstance(adapters, (Mapping, type(None))), "directories by name, as in {'json': 'adapter-dir'}"),
+        ("progress", progress is None or callable(progress), "a callable that takes bytes done and in all, or None"),
+    ):
+        require(holds, name, given[name], expected)
     for name, path in (adapters or {}).items():
         if not isinstance(name, str):
             raise RequestError(f"adapters has the name {shown(name)}: expected text")
@@ -42,8 +43,6 @@ def check_options(given: Mapping[str, Any]) -> None:
         check_drafting(drafting, 'DraftingConfig(...), "auto" or None')
     found = str(snapshots) if isinstance(snapshots, Path) else snapshots
     require(is_list(snapshots), "snapshots", found, "a list of files")
-    expected, progress = "a callable that takes bytes done and in all, or None", given["progress"]
-    require(progress is None or callable(progress), "progress", progress, expected)
     for name in ("snapshot_budget", "preemption_budget", "state_budget"):
         require(is_whole(given[name], 0), name, given[name], "a whole number of bytes, 0 or more")
     is_counter = isinstance(given["metrics"], (Metrics, type(None)))

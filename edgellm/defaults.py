@@ -31,10 +31,14 @@ class ModelDefaults:
 
     def __init__(self, directory: Path) -> None:
         """Reads the system prompts; raises EngineDirectoryError for a file that cannot be read."""
-        self._directory = directory
+        self._path = directory / GENERATION_CONFIG
         self.system_prompt = _prompt_text(directory / SYSTEM_PROMPT) or ""
         own = _prompt_text(directory / IMAGE_SYSTEM_PROMPT)
         self.image_system_prompt = self.system_prompt if own is None else own
+
+    @cached_property
+    def _published(self) -> dict[str, Any]:
+        return read_json_object(self._path)
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -44,18 +48,16 @@ class ModelDefaults:
         The file is read when this is first asked for: answers that do not use it need no valid one. Raises
         EngineDirectoryError that names the file and the wrong value.
         """
-        path = self._directory / GENERATION_CONFIG
-        published = read_json_object(path)
-        is_drawn = published.get("do_sample") is True
+        is_drawn = self._published.get("do_sample") is True
         keys, base = (SAMPLING_KEYS, {"temperature": 1.0}) if is_drawn else (SAMPLING_KEYS[-1:], {})
-        found = {key: published[key] for key in keys if published.get(key) is not None}
-        with at_place(str(path), RequestError, EngineDirectoryError):
+        found = {key: value for key in keys if (value := self._published.get(key)) is not None}
+        with at_place(str(self._path), RequestError, EngineDirectoryError):
             return SamplingParams(**base | {key: checked_value(key, found[key]) for key in found})
 
     @property
     def unread(self) -> list[str]:
         """What changes answers in transformers of `generation_config.json`, whose `suppressed_tokens` are right."""
-        published = read_json_object(self._directory / GENERATION_CONFIG)
+        published = self._published
         phrases = [ids for ids in published.get("bad_words_ids") or [] if len(ids) > 1]
         asked = {"no_repeat_ngram_size": published.get("no_repeat_ngram_size"), "bad_words_ids of several": phrases}
         return [name for name, value in asked.items() if value]
@@ -64,13 +66,12 @@ class ModelDefaults:
     def suppressed_tokens(self) -> tuple[int, ...]:
         """The token ids that `generation_config.json` keeps out of every answer, as Gemma 4 12B does those of images
         and sounds: `suppress_tokens`, and `bad_words_ids` of one token. Raises EngineDirectoryError."""
-        path = self._directory / GENERATION_CONFIG
-        published = read_json_object(path)
-        tokens, words = (published.get(key) or [] for key in ("suppress_tokens", "bad_words_ids"))
+        tokens, words = (self._published.get(key) or [] for key in ("suppress_tokens", "bad_words_ids"))
         for key, found in (("suppress_tokens", [tokens]), ("bad_words_ids", words)):
             are_lists = isinstance(found, list) and all(isinstance(ids, list) for ids in found)
             if not are_lists or not all(is_integer(each) for ids in found for each in ids):
-                raise EngineDirectoryError(f"{path}: {key} is {shown(published[key])}, expected a list of token ids")
+                said = shown(self._published[key])
+                raise EngineDirectoryError(f"{self._path}: {key} is {said}, expected a list of token ids")
         return (*tokens, *(ids[0] for ids in words if len(ids) == 1))
 
     def with_system_prompt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,8 +11,7 @@ import numpy as np
 from edgellm import errors
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.embedding import PROMPTS_FILE
-from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.text.tokenizer import Tokenizer
+from edgellm.text.tokenizer import Tokenizer, read_json_object
 
 #: A text, or token ids as they are.
 Embeddable = str | Sequence[int]
@@ -96,8 +95,7 @@ class EmbeddingRequest:
 
     def _prompt(self, directory: EngineDirectory) -> str:
         """What stands before each text, as the checkpoint says."""
-        path = directory.path / PROMPTS_FILE
-        values = JSONObject.read(path, errors.EngineDirectoryError).values if path.exists() else {}
+        values = read_json_object(directory.path / PROMPTS_FILE)
         prompts: dict[str, Any] = found if isinstance(found := values.get("prompts"), dict) else {}
         name = values.get("default_prompt_name") if self.prompt is None else self.prompt
         if not name:

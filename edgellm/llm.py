@@ -13,9 +13,11 @@ from weakref import finalize
 
 import numpy as np
 
+from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.report import DraftingReport
 from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.engines.closing import Closing
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import EdgeLLMError, EngineError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
@@ -28,18 +30,15 @@ from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.sessions import Answer, Growing, Session
 from edgellm.snapshots.kept_on_host import PREEMPTION_BUDGET, STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
-from edgellm.snapshots.system_prompt import CachedPrompt
+from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
+from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import OngoingConversation, Overflow
+from edgellm.tracing import Observer
 from edgellm.transcription import Transcription, transcription_of, transcription_request
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from edgellm.drafting.config import DraftingConfig
-    from edgellm.engines.directories.engine_directory import EngineDirectory
-    from edgellm.snapshots.system_prompt import SystemPrompt, Tools
-    from edgellm.text.tokenizer import Tokenizer
-    from edgellm.tracing import Observer
     from edgellm.watching import Watch, WatchOptions
 
 

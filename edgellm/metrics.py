@@ -79,10 +79,8 @@ class Metrics:
         self._lock = threading.RLock()  # a signal's handler may cancel a request, and count that, in the midst of it
         self._requests = {"accepted": 0, "refused": 0, "failed": 0}
         self._finished: dict[str, int] = {}
-        self._rounds = self._steps = self._tokens = 0
-        self._preemptions = {"kept": 0, "recomputed": 0}
-        self._preempted_equals = 0
-        self._kept = {"rows": 0, "bytes": 0}
+        self._counts = {"rounds": 0, "steps": 0, "tokens": 0}
+        self._preemptions = {"kept": 0, "recomputed": 0, "kept_rows": 0, "kept_bytes": 0, "by_equals": 0}
         self._stages: dict[str, _Counts] = {
             # Of all prompts' tokens some are reused from KV rows; the seconds are those of the rest.
             "prefill": {"prompt_tokens": 0, "reused_tokens": 0, "seconds": 0.0},
@@ -118,23 +116,23 @@ class Metrics:
     def round(self) -> None:
         """The engine has computed a round."""
         with self._lock:
-            self._rounds += 1
+            self._counts["rounds"] += 1
 
     def stepped(self, requests: int, tokens: int) -> None:
         """So many requests have got so many tokens together, of a round or before one."""
         with self._lock:
-            self._steps += requests
-            self._tokens += tokens
+            self._counts["steps"] += requests
+            self._counts["tokens"] += tokens
 
     def preempted(self, kept: KeptRows | None, by_equal: bool) -> None:
         """A request gave way to another one, of another client where that is an equal; its rows are kept, or will be
         computed again (None)."""
         with self._lock:
-            self._preempted_equals += by_equal
+            self._preemptions["by_equals"] += by_equal
             self._preemptions["recomputed" if kept is None else "kept"] += 1
             if kept is not None:
-                self._kept["rows"] += kept.rows
-                self._kept["bytes"] += kept.memory.nbytes
+                self._preemptions["kept_rows"] += kept.rows
+                self._preemptions["kept_bytes"] += kept.memory.nbytes
 
     def staged(self, stage: str, **counts: float) -> None:
         """So much more was done in a stage, by the names that its counts have."""
@@ -175,14 +173,8 @@ class Metrics:
         with self._lock:
             return {
                 "requests": {**self._requests, "finished": dict(self._finished)},
-                "rounds": self._rounds,
-                "steps": self._steps,
-                "tokens": self._tokens,
-                "preemptions": {
-                    **self._preemptions,
-                    **{f"kept_{name}": count for name, count in self._kept.items()},
-                    "by_equals": self._preempted_equals,
-                },
+                **self._counts,
+                "preemptions": {**self._preemptions},
                 **{name: dict(counts) for name, counts in self._stages.items()},
                 "adapters": {name: dict(counts) for name, counts in sorted(self._adapters.items())},
                 **{name: histogram.snapshot() for name, histogram in self._histograms.items()},
@@ -204,16 +196,16 @@ class Metrics:
         yield "requests", "Requests accepted into the queue.", {"": requests["accepted"]}
         yield "requests_refused", "Requests turned away.", {"": requests["refused"]}
         yield "requests_ended", "Requests ended, by outcome.", {**ends, '{outcome="failed"}': requests["failed"]}
-        yield "rounds", "Rounds computed, for one or more requests.", {"": self._rounds}
-        yield "steps", "Times that a request got tokens.", {"": self._steps}
-        yield "tokens", "Tokens that requests got, as they came.", {"": self._tokens}
-        gave_way = {f'{{rows="{kind}"}}': count for kind, count in self._preemptions.items()}
+        yield "rounds", "Rounds computed, for one or more requests.", {"": self._counts["rounds"]}
+        yield "steps", "Times that a request got tokens.", {"": self._counts["steps"]}
+        yield "tokens", "Tokens that requests got, as they came.", {"": self._counts["tokens"]}
+        gave_way = {f'{{rows="{kind}"}}': self._preemptions[kind] for kind in ("kept", "recomputed")}
         yield "preemptions", "Times that a request gave way to another one.", gave_way
         text = "Times that it did so to another client's of its priority."
-        yield "preemptions_by_equals", text, {"": self._preempted_equals}
-        for name, count in self._kept.items():
+        yield "preemptions_by_equals", text, {"": self._preemptions["by_equals"]}
+        for name in ("rows", "bytes"):
             text = f"{name.capitalize()} of requests that gave way, kept on the host."
-            yield f"preempted_{name}_kept", text, {"": count}
+            yield f"preempted_{name}_kept", text, {"": self._preemptions[f"kept_{name}"]}
         for stage, counts in self._stages.items():
             group = stage.removesuffix("_generation")
             for name, value in counts.items():

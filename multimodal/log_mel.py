@@ -12,29 +12,19 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.errors import AudioError, CheckpointError, UnsupportedModelError
+from edgellm.engines.families.decoders import class_defaults
+from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.audio import AudioConfig, RealtimeConfig
 from edgellm.kernels.sounds.contract import MelTables, part_samples
 from edgellm.multimodal.audio_input import heard, resampled, resampling
-from edgellm.multimodal.processor_config import PREPROCESSOR_FILE, PROCESSOR_FILE, processor_values
+from edgellm.multimodal.processor_config import EXTRACTORS, PREPROCESSOR_FILE, PROCESSOR_FILE, processor_values
 
 #: What the published extractor has where the file does not say, and the most that is taken; `min_length` is in samples.
 _SIZES = {"sampling_rate": (16000, 192_000), "n_fft": (400, 640), "hop_length": (160, 640)}
 _SIZES |= {"min_length": (8000, 10_000_000), "feature_size": (128, 4096), "n_window": (50, 4096)}
-#: By family.
-_EXTRACTORS = {
-    "qwen3_asr": "Qwen3ASRFeatureExtractor",
-    "voxtral": "WhisperFeatureExtractor",
-    "qwen2_audio": "WhisperFeatureExtractor",
-    "gemma4": "Gemma4AudioFeatureExtractor",
-    "voxtral_realtime": "VoxtralRealtimeFeatureExtractor",
-}
 #: Gemma 4's extractor has no other values; null stands for absence.
-_GEMMA4: Mapping[str, Any] = {
-    **{"sampling_rate": 16000, "frame_length": 320, "frame_length_ms": 20, "hop_length": 160, "hop_length_ms": 10},
-    **{"fft_length": 512, "fft_overdrive": False, "preemphasis": 0, "input_scale_factor": 1, "mel_floor": 0.001},
-    **{"min_frequency": 0, "max_frequency": 8000, "per_bin_mean": None, "per_bin_stddev": None},
-}
+_GEMMA4: Mapping[str, Any] = class_defaults("Gemma4AudioFeatureExtractor")
 #: The largest logarithm by which Voxtral Realtime's features are measured, whatever the sound's is.
 _LOUDEST = 1.5
 #: Mel bands reach up to so many Hz; the lower part of the scale is linear (Slaney 1998).
@@ -94,7 +84,7 @@ class PreparedAudio:
     @property
     def digest(self) -> str:
         """That of all parts."""
-        return _digest(f"{self.frames}", *self._digests(0, len(self.frames)))
+        return self._digest(f"{self.frames}", 0, len(self.frames))
 
     @property
     def held_pixels(self) -> int:
@@ -109,23 +99,20 @@ class PreparedAudio:
         """What the rows of each window follow from, in a sound of which this is the `loudest`."""
         digests, before = list[str](), ""
         for number, count in enumerate(self.frames):
-            digests.append(_digest(f"{before}{loudest} {count} ", *self._digests(number, number + 1)))
+            digests.append(self._digest(f"{before}{loudest} {count} ", number, number + 1))
             before = digests[-1] if self.chained else ""
         return digests
 
-    def _digests(self, first: int, last: int) -> list[str]:
-        return [part.digest for part in self.windows(first, last)]
-
-
-def _digest(*texts: str) -> str:
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
+    def _digest(self, text: str, first: int, last: int) -> str:
+        """That of a text and of the parts of windows side by side."""
+        return hash_bytes("".join([text, *(part.digest for part in self.windows(first, last))]).encode())
 
 
 def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
     """What the processor's file of a checkpoint asks for. Raises CheckpointError, UnsupportedModelError."""
     places = [(name, key) for name in (PROCESSOR_FILE, PREPROCESSOR_FILE) for key in ("feature_extractor", None)]
     file, values = processor_values(path, places, "sounds")
-    extractor = _EXTRACTORS[config.family]
+    extractor = EXTRACTORS[config.family]
     kind = values.get("feature_extractor_type", extractor)
     if kind != extractor or any(values.get(name) not in (None, 0) for name in ("dither", "padding_value")):
         expected = f"supported is {extractor} without dither and with silence as padding"

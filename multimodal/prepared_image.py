@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from edgellm.engines.formats.digests import hash_bytes
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, ImageLayout, Size
 
 
@@ -97,7 +98,7 @@ class PreparedParts:
     @property
     def digest(self) -> str:
         """The SHA-256 of its parts' digests."""
-        return hashlib.sha256(f"{[tile.digest for tile in self.tiles]}".encode()).hexdigest()
+        return hash_bytes(f"{[tile.digest for tile in self.tiles]}".encode())
 
 
 @dataclass(frozen=True, eq=False)

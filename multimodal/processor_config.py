@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import class_defaults
-from edgellm.engines.formats.strict_formats import LARGEST_SIZE, JSONObject, as_json, is_integer, is_number
+from edgellm.engines.formats.strict_formats import JSONObject, as_json, is_integer, is_number, is_whole
 from edgellm.multimodal.image_layout import Normalization
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -42,28 +43,13 @@ class ProcessorKind(NamedTuple):
     bounds_all: bool = False
 
 
-_KINDS = (
-    ProcessorKind("Qwen2VLImageProcessor", keeps_shape=True),
-    ProcessorKind("PixtralImageProcessor", keeps_shape=True, longest_edge=True),
-    ProcessorKind("CLIPImageProcessor"),
-    ProcessorKind("LlavaImageProcessor", pads_to_square=True),
-    ProcessorKind("SiglipImageProcessor"),
-    ProcessorKind("Gemma3ImageProcessor", tokens_key="image_seq_length"),
-    ProcessorKind("Idefics3ImageProcessor", cut="smolvlm"),
-    ProcessorKind("Lfm2VlImageProcessor", cut="lfm2_vl", channels_last=True),
-    ProcessorKind("GotOcr2ImageProcessor", cut="internvl"),
-    ProcessorKind("MiniCPMV4_6ImageProcessor", cut="minicpmv4_6"),
-    ProcessorKind("Gemma4ImageProcessor", cut="gemma4", channels_last=True, centred=True),
-)
+_TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("processors.json").read_text("utf-8"))
 #: By their name without a suffix.
-PROCESSOR_KINDS = {kind.name: kind for kind in _KINDS}
-_SAME_KIND = {
-    "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
-    "CLIPFeatureExtractor": "CLIPImageProcessor",
-    "SmolVLMImageProcessor": "Idefics3ImageProcessor",
-}
-_VIDEO_KINDS = ProcessorKind("Qwen2VLVideoProcessor"), ProcessorKind("Qwen3VLVideoProcessor", bounds_all=True)
-VIDEO_KINDS = {kind.name: kind for kind in _VIDEO_KINDS}
+PROCESSOR_KINDS, VIDEO_KINDS = (
+    {name: ProcessorKind(name, **own) for name, own in _TABLE[what].items()} for what in ("images", "videos")
+)
+#: The class of the extractor of sounds' features, by the family of the encoder.
+EXTRACTORS: dict[str, str] = _TABLE["sounds"]
 _RESAMPLING_FILTERS = range(6)  # Pillow's numbers
 
 
@@ -94,7 +80,7 @@ class ProcessorConfig:
     def count(self, key: str) -> int:
         """A whole number above 0."""
         value = self.values.get(key)
-        return value if _is_count(value) else self.refuse(key, "a whole number above 0")
+        return value if is_whole(value, 1) else self.refuse(key, "a whole number above 0")
 
     def agree(self, **sizes: int) -> None:
         """Raise CheckpointError where the file does not say so of the `sizes`, by their names, which are the
@@ -139,7 +125,7 @@ class ProcessorConfig:
         given = {name: size for name, size in value.items() if size is not None}
         if set(given) != set(names):
             return None
-        if not all(map(_is_count, given.values())):
+        if not all(is_whole(size, 1) for size in given.values()):
             self.refuse(key, "whole numbers above 0")
         return [given[name] for name in names]
 
@@ -167,10 +153,6 @@ class ProcessorConfig:
         return red, green, blue
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
-    return is_integer(value) and 0 < value <= LARGEST_SIZE
-
-
 def read_processor_config(directory: Path) -> ProcessorConfig:
     """What the model in `directory` says of its images.
 
@@ -180,7 +162,7 @@ def read_processor_config(directory: Path) -> ProcessorConfig:
     path, values = processor_values(directory, _IMAGES)
     named = values.get("image_processor_type") or values.get("feature_extractor_type")
     name = str(named).removesuffix("Fast").removesuffix("Pil")
-    kind = PROCESSOR_KINDS.get(_SAME_KIND.get(name, name))
+    kind = PROCESSOR_KINDS.get(_TABLE["alike"].get(name, name))
     if kind is None:
         raise UnsupportedModelError(
             f"{path}: image_processor_type is {as_json(named)}, supported are {', '.join(PROCESSOR_KINDS)}"

@@ -6,7 +6,6 @@ part, which is encoded by itself as an image is; where the last part lacks frame
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from edgellm.engines.errors import ImageError
+from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_input import SOURCE_PIXELS, Channels, ImageSource, read_image
 from edgellm.multimodal.image_layout import ImageLayout, Size
@@ -48,9 +48,7 @@ class PreparedVideo(PreparedParts):
     @property
     def digest(self) -> str:
         """The SHA-256 of its parts' digests and their times."""
-        return hashlib.sha256(
-            f"{[part.digest for part in self.tiles]} {self.seconds} {self.interval}".encode()
-        ).hexdigest()
+        return hash_bytes(f"{[part.digest for part in self.tiles]} {self.seconds} {self.interval}".encode())
 
 
 class _Clip(NamedTuple):

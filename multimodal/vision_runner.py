@@ -5,13 +5,18 @@ engines, the base runner is made and checks the memory of all, then `load` takes
 
 On a GPU an image is one captured launch for each size of engines, captured by `load`, and nothing waits for it: a
 prompt's work is enqueued behind it.
+
+A frame of 640 x 480 pixels takes a CPU several milliseconds to resize and to reorder as float32; its bytes are a
+fraction of its rows', and a GPU makes rows of them in microseconds: where that is faster, its pixels are brought there.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
@@ -22,6 +27,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.families.vision_config import position_table
 from edgellm.engines.families.vision_encoders import vision_weights
+from edgellm.engines.formats.tensors import convert
 from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
 from edgellm.engines.recently_used import RecentlyUsed
@@ -29,10 +35,106 @@ from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines
 from edgellm.engines.runners.encoder_host import SPARE, EncoderHost
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
-from edgellm.multimodal.device_patches import DevicePatches
-from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
+from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
+from edgellm.multimodal import image_layout
 from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
+
+#: So many image sizes keep their tables on the device: a camera has one.
+_KEPT_TABLES = 4
+
+_Key = tuple[image_layout.Size, image_layout.ImageLayout]
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What both passes over images of one size need, and the values."""
+
+    first: ResamplingTables
+    second: ResamplingTables
+    values: Array
+    between: image_layout.Size
+
+
+class DevicePatches:
+    """Writes the rows of images into memory of one backend. Not thread-safe.
+
+    The first image of a size is made on the host: finding out how Pillow resizes that size takes longer than doing it,
+    and pays only for a camera's frames.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._host = backend, EncoderHost(backend)
+        self._tables: RecentlyUsed[_Key, _Tables | None] = RecentlyUsed(_KEPT_TABLES)
+        self._latest: deque[_Key] = deque(maxlen=_KEPT_TABLES)
+        self._buffers: dict[str, Array] = {}
+
+    def write(self, image: PreparedImage, target: Array) -> None:
+        """Set `target` [N, E] compute to the image's rows, in order with the backend's other work.
+
+        Raises ImageError for an image that has others.
+        """
+        tables = None if self._backend.computes_at_once else self._tables_of(image.size, image.layout)
+        found = image.patches.shape if tables is None else (image.layout.patches, image.layout.patch_elements)
+        if found != target.shape:
+            raise ImageError(
+                f"an image was prepared as {list(found)}, the vision encoder takes {list(target.shape)}: prepare it "
+                "with this model's processor"
+            )
+        if tables is None:
+            rows, _ = convert(np.ascontiguousarray(image.patches, np.float32), "float32", self._backend.compute_dtype)
+            self._backend.upload(target, rows)
+            return
+        kernels, layout = self._backend.image_kernels, image.layout
+        assert image.pixels is not None  # which images of this size keep
+        pixels = self._room("pixels", (*image.size, 3))
+        between = self._room("between", (*tables.between, 3))
+        for place, frame in enumerate(image.pixels.reshape(-1, *pixels.shape)):
+            self._host.upload("pixels", pixels, frame)
+            kernels.resample(pixels, tables.first, between)
+            grid = PatchGrid(layout.patch_size, layout.merge_size, place)
+            kernels.resample_to_patches(between, tables.second, tables.values, grid, target)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._tables.clear()
+        self._buffers.clear()
+        self._host = EncoderHost(self._backend)
+
+    def _room(self, name: str, shape: tuple[int, ...]) -> Array:
+        """The memory of a name, uint8, which grows with the images."""
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].size < size:
+            self._buffers[name] = self._backend.empty((size,), "uint8")
+        return leading(self._buffers[name], shape)
+
+    def _tables_of(self, size: image_layout.Size, layout: image_layout.ImageLayout) -> _Tables | None:
+        """The tables for images of a size; None for its first image, and for what kernels do not do as Pillow does."""
+        key = size, layout
+        if key in self._tables:
+            return self._tables.find(key)
+        if key not in self._latest:
+            self._latest.append(key)
+            return None
+        return self._tables.keep(key, self._new_tables(size, layout))
+
+    def _new_tables(self, size: image_layout.Size, layout: image_layout.ImageLayout) -> _Tables | None:
+        used = layout.used_part()
+        if math.prod(size) > image_layout.MAXIMUM_PIXELS or used is None or layout.resample not in image_layout.FILTERS:
+            return None
+        axes = image_layout.resampling_axes(size, layout.resized, layout.resample)
+        if axes is None:
+            return None
+        passes = []
+        for axis in axes:
+            starts, shares = image_layout.resampling_weights(size[axis], layout.resized[axis], layout.resample)
+            first, weights = (uploaded(self._backend, table[used[axis]]) for table in (starts, shares))
+            passes.append(ResamplingTables(first, weights, axis))
+        between = list(size)
+        between[axes[0]] = passes[0].starts.shape[0]
+        values = uploaded(self._backend, layout.normalization.table)
+        return _Tables(passes[0], passes[1], values, (between[0], between[1]))
+
 
 #: Embeddings are kept of so many of the largest images, in so many bytes at most; of a video as long as the context in
 #: so many, for each question about one that has grown asks for all of its rows.
@@ -196,7 +298,7 @@ def vision_memory(
     item, shape = ITEM_SIZES[dtype], vision_shape(image_rows[-1])
     weights = sum(math.prod(spec.shape) for spec in vision_weights(config)) * item
     outputs = len(vision_outputs(config)) * embedding_rows(config, shape) * config.out_hidden_size * item
-    buffers = (1 + SPARE) * outputs + 2 * 3 * MAXIMUM_PIXELS  # an image's pixels, and those between two resizes
+    buffers = (1 + SPARE) * outputs + 2 * 3 * image_layout.MAXIMUM_PIXELS  # an image's, and those between two resizes
     for name, (dimensions, kind) in vision_inputs(config, shape).items():
         copies = 1 if name == "patches" else 1 + _KEPT_GRIDS
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import date
@@ -23,8 +24,6 @@ from edgellm.errors import RequestError
 from edgellm.kernels.atomic_write import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from edgellm.benchmark.comparing import BenchPrompt
     from edgellm.evaluation.inputs import Example
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import typer
 
 from edgellm.built import TRIAL_TEXT, read_built
@@ -17,6 +18,8 @@ from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import GPUOption, ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
+from edgellm.embedding import EmbeddingRequest
+from edgellm.engines.backends.cuda_device import gpu_memory
 from edgellm.engines.building.builder import BuildSettings, build_engine_directory
 from edgellm.engines.building.checks import EMBEDDINGS, AskedLimits, planned_targets
 from edgellm.engines.building.gguf_folder import NO_ENCODER, checkpoint_folder, draft_folder
@@ -33,6 +36,8 @@ from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.hub.directories import checkpoint_of
 from edgellm.hub.inventory import remember_built
 from edgellm.kernels.gpu import choose_gpu, find_gpu
+from edgellm.requests import Request
+from edgellm.sampling_params import SamplingParams
 from edgellm.tool_calls.formats import FORMATS, HARMONY, checkpoint_format
 
 _target_option, _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
@@ -272,8 +277,6 @@ def _fits_easily(path: Path) -> bool:
         specs = (spec for config in directory.models.values() for spec in model_weights(config))
         size, free = sum(4 * math.prod(spec.shape) for spec in specs), available_memory() or 0
     else:
-        from edgellm.engines.backends.cuda_device import gpu_memory
-
         size = sum((path / name).stat().st_size for name in directory.weight_files)
         free, _ = gpu_memory()
     return 4 * size <= free
@@ -282,12 +285,7 @@ def _fits_easily(path: Path) -> bool:
 def _compute_token(path: Path) -> None:
     """Open a model as a start opens it, on the GPU where there is one, and compute a token, or an embedding;
     EdgeLLMError where that fails. What is compiled and built for it is kept where the next start finds it."""
-    import numpy as np
-
-    from edgellm.embedding import EmbeddingRequest
-    from edgellm.requests import Request
     from edgellm.runtime import SpecDecodeRuntime
-    from edgellm.sampling_params import SamplingParams
 
     with SpecDecodeRuntime(path, drafting="auto") as runtime:
         prompt = runtime.tokenizer.encode(TRIAL_TEXT)[:8]  # for which any context has room

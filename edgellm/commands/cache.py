@@ -19,9 +19,11 @@ from edgellm.commands.cache_prompts import CachePrompt, read_snapshot_file, snap
 from edgellm.commands.console import mebibytes, progress_display, write_error, write_note
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import PanelCommand, PanelGroup, argument, option, takes_options
-from edgellm.errors import EdgeLLMError, RequestError, SnapshotError
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.errors import EdgeLLMError, RequestError, SnapshotError, number_of
 from edgellm.kernels.user_paths import printable
-from edgellm.snapshots.file import SnapshotFolder, require_snapshot_file, write_snapshot
+from edgellm.snapshots import file as snapshot_file
+from edgellm.snapshots.binding import snapshot_binding
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.staging import delete_file
 from edgellm.snapshots.system_prompt import Tools
@@ -122,9 +124,7 @@ def build(given: BuildOptions) -> None:
     adapters = settings.adapters | cache_prompts.adapter_directories(wanted)
     # What a settings file says of answers does not choose what is computed here.
     settings = replace(settings, system_cache=None, adapter=None, adapters=adapters, drafting=drafted)
-    from edgellm.snapshots.file import DISK_BUDGET
-
-    budget = DISK_BUDGET if given.disk_budget is None else size_in_bytes(given.disk_budget)
+    budget = snapshot_file.DISK_BUDGET if given.disk_budget is None else size_in_bytes(given.disk_budget)
     folder = cache_prompts.chosen_folder(given.folder)
     build_snapshots(settings, wanted, folder, budget, given.replaces, *given.template_inputs())
 
@@ -168,23 +168,20 @@ def verify(given: VerifyOptions) -> None:
 
     Example: edgellm cache verify --all --model robot-engines
     """
-    from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.hub.directories import local_directory
-    from edgellm.snapshots.binding import snapshot_binding
-    from edgellm.snapshots.file import check_binding, verify_snapshot
 
     failed, model = False, given.chosen_model()
     for item in given.chosen():
         try:
             snapshot = item.opened()
-            verify_snapshot(item.path, snapshot)
+            snapshot_file.verify_snapshot(item.path, snapshot)
             if model is not None:
                 found = snapshot.facts.binding
                 directory = EngineDirectory.open(local_directory(model)).with_kv_cache(found.kv_cache)
                 dtype = "float32" if found.backend == "numpy" else directory.dtype
                 kind = found.backend, dtype, found.has_draft, found.adapter
                 expected = snapshot_binding(directory, *kind, executor=found.executor)
-                check_binding(item.path, snapshot, replace(expected, images=found.images))
+                snapshot_file.check_binding(item.path, snapshot, replace(expected, images=found.images))
             typer.echo(f"{printable(item.path)}: whole{'' if model is None else f', and made for {model}'}")
         except SnapshotError as error:
             failed = True
@@ -202,14 +199,11 @@ def remove(given: RemoveOptions) -> None:
 
     Example: edgellm cache remove robot
     """
-    from edgellm.snapshots.file import require_snapshot_file
-    from edgellm.snapshots.staging import delete_file
-
     chosen: list[Path] = []
     refused: list[SnapshotError] = []
     for path in dict.fromkeys(item.path for item in given.chosen()):
         try:
-            require_snapshot_file(path)
+            snapshot_file.require_snapshot_file(path)
             chosen.append(path)
         except SnapshotError as error:
             refused.append(error)
@@ -247,7 +241,7 @@ def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
 
 def _counted(found: list[cache_prompts.SnapshotOnDisk]) -> str:
     usable = [item.found.nbytes for item in found if not isinstance(item.found, SnapshotError)]
-    words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {mebibytes(sum(usable))}"
+    words = f"{number_of(len(usable), 'snapshot')}, {mebibytes(sum(usable))}"
     return words if len(usable) == len(found) else f"{words}, and {len(found) - len(usable)} that cannot be used"
 
 
@@ -269,7 +263,7 @@ def build_snapshots(
     from edgellm.commands.models import open_model  # what a name in use need not load
 
     replaced = _replaced_files(wanted, folder, replaces)
-    place = SnapshotFolder(folder, disk_budget)
+    place = snapshot_file.SnapshotFolder(folder, disk_budget)
     adapters = [item.adapter for item in wanted if item.adapter is not None]
     lines: list[str] = []
     try:
@@ -318,7 +312,7 @@ def _replaced_files(wanted: Sequence[CachePrompt], folder: Path, replaces: bool)
             problems.append(f"the file {printable(item.output)} is there already. {_ADVICE}")
         for path in (*old, *([] if item.output is None else [item.output])):
             if replaces and os.path.lexists(path):
-                require_snapshot_file(path)
+                snapshot_file.require_snapshot_file(path)
         if output and output in outputs:
             problems.append(f"{printable(item.output)} is the output of two prompts: give one of them another")
         outputs.add(output)
@@ -328,20 +322,24 @@ def _replaced_files(wanted: Sequence[CachePrompt], folder: Path, replaces: bool)
 
 
 def _keep(
-    snapshot: Snapshot, item: CachePrompt, folder: SnapshotFolder, replaced: Sequence[Path], replaces: bool
+    snapshot: Snapshot,
+    item: CachePrompt,
+    folder: snapshot_file.SnapshotFolder,
+    replaced: Sequence[Path],
+    replaces: bool,
 ) -> tuple[Path, Sequence[Path]]:
     """Write a snapshot in the place of the files that are `replaced`; returns its file, and which ones went to keep
     within the disk budget. Raises RequestError where the very prompt is kept under another name, which this would take
     from it, and SnapshotError where its file is something else."""
     if item.output is not None:
-        write_snapshot(item.output, snapshot)
+        snapshot_file.write_snapshot(item.output, snapshot)
         for old in replaced:
             if os.path.realpath(old) != os.path.realpath(item.output):
                 delete_file(old)
         return item.output, ()
     path = folder.path_of(snapshot)
     if os.path.lexists(path):
-        require_snapshot_file(path)
+        snapshot_file.require_snapshot_file(path)
         label = read_snapshot_file(path).label
         if label not in (None, item.label) and not replaces:
             raise RequestError(

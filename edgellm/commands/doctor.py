@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,20 @@ from edgellm.commands.options import GPUOption, ModelOptions
 from edgellm.commands.table import option, takes_options
 from edgellm.device.proof import checked, made_by, proof
 from edgellm.drafting.config import DraftingConfig, default_drafting
+from edgellm.engines.backends.cuda_device import gpu_memory
 from edgellm.engines.backends.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.backends.platform import find_tensorrt
+from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
 from edgellm.engines.directories.description import edgellm_version
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
-from edgellm.engines.model.memory_plan import recurrent_bytes
+from edgellm.engines.model.memory_plan import available_memory, recurrent_bytes
 from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import EdgeLLMError, MissingDependencyError, RequestError
 from edgellm.hub.inventory import existing_directory
+from edgellm.kernels.compiler import find_headers, nvrtc_version
 from edgellm.kernels.gpu import choose_gpu, find_gpu, reaches, visible_gpus
 from edgellm.kernels.ranks.nccl import NcclLibrary
 from edgellm.kernels.user_paths import user_cache_directory
@@ -177,8 +181,6 @@ def _tensorrt() -> str:
 
 
 def _pycuda() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     if importlib.util.find_spec("pycuda") is None:
         return "not installed (pip install '.[gpu]' in EdgeLLM's checkout, on JetPack 6 '.[jetpack6]')"
     try:
@@ -188,20 +190,14 @@ def _pycuda() -> str:
 
 
 def _nvrtc() -> str:
-    from edgellm.kernels.compiler import find_headers, nvrtc_version
-
     major, minor = nvrtc_version()
     return f"{major}.{minor}, CUDA headers in {find_headers(major)[0]}"
 
 
 def _memory() -> str:
     if find_gpu() is None:
-        from edgellm.engines.model.memory_plan import available_memory
-
         free = available_memory()
         return f"{free / 2**30:.1f} GiB of RAM free" if free else "unknown"
-    from edgellm.engines.backends.cuda_device import gpu_memory
-
     free, total = gpu_memory()
     return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of GPU memory free"
 
@@ -234,8 +230,6 @@ def _kernels(directory: EngineDirectory) -> str:
     gpu, kept = find_gpu(), "; ".join(kernels_in_words(kernel_facts(directory)))
     if gpu is None:
         return kept or "none are kept with the model"
-    from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
-
     limits, dtype = directory.limits, directory.dtype
     try:
         weights = WeightLayouts(directory.models, directory.checkpoints, dtype)

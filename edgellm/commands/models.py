@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from edgellm.commands.console import status_line, write_note
 from edgellm.commands.settings import Settings
 from edgellm.errors import AdapterError, RequestError, SettingsError, did_you_mean
+from edgellm.kernels.gpu import find_gpu
 from edgellm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def open_model(
     llm = open_model_with(settings, chosen_drafting(settings), chosen_adapters(settings, adapters, every_adapter))
     if settings.system_cache is None:
         return llm
-    from edgellm.snapshots.prefixes import common_tokens, token_key
+    from edgellm.snapshots.contents import common_beginning
     from edgellm.snapshots.system_prompt import system_prompt_ids
 
     try:
@@ -49,7 +50,7 @@ def open_model(
     except BaseException:
         llm.close()
         raise
-    common = common_tokens(token_key(cached.token_ids), token_key(ids))
+    common = common_beginning(cached.token_ids, ids)
     if common < len(ids):  # of another system prompt, or of one that the chat template renders otherwise now
         write_note(
             f"{cached.path} is of another system prompt: it has {common} of the {len(ids)} tokens that come before a "
@@ -144,8 +145,6 @@ def described_directory(settings: Settings) -> EngineDirectory:
 
 def backend_name(settings: Settings) -> str:
     """The backend that the settings come to on this machine: "numpy" or "tensorrt"."""
-    from edgellm.kernels.gpu import find_gpu
-
     if settings.backend != "auto":
         return settings.backend
     return "numpy" if find_gpu() is None else "tensorrt"

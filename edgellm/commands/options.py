@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
 
@@ -20,10 +20,8 @@ from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS
 from edgellm.engines.model.limits import KV_CACHES, MOST_GPUS
 from edgellm.errors import RequestError, shown
 from edgellm.sampling_params import checked_value
+from edgellm.structure.description import Structure
 from edgellm.text.messages import checked_tools, checked_variables
-
-if TYPE_CHECKING:
-    from edgellm.structure.description import Structure
 
 BACKENDS = ("auto", "numpy", "tensorrt")
 EXECUTORS = ("auto", "tensorrt")
@@ -166,8 +164,6 @@ class StructureOptions(Options, panel="Sampling"):
             raise typer.BadParameter(f"is given beside {flags[0]}: an answer has one form", param_hint=flags[1])
         if self.json_schema is not None:
             return read_schema(self.json_schema)
-        from edgellm.structure.description import Structure
-
         return Structure(**{name: getattr(self, name) for name in given}) if given else None
 
 
@@ -330,8 +326,6 @@ def read_json_file(path: Path, what: str, checked: Callable[[Any], _Checked]) ->
 
 def read_schema(path: Path) -> Structure:
     """The structure of a file with a JSON schema; raises RequestError that names the file."""
-    from edgellm.structure.description import Structure  # what plain answers need not load
-
     return read_json_file(path, "the JSON schema", lambda schema: Structure(json=schema))
 
 

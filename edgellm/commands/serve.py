@@ -22,6 +22,7 @@ from edgellm.commands.console import write_note
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import Options, option, takes_options
 from edgellm.errors import EdgeLLMError, EngineError, RequestError
+from edgellm.structure.steps import try_apart
 
 if TYPE_CHECKING:
     from edgellm.http.app import Service
@@ -141,7 +142,6 @@ async def _serve(
     from edgellm.http.connections import ConnectionLimits, Notifier, Server
     from edgellm.http.fields import ServedModel
     from edgellm.http.guard import Guard
-    from edgellm.structure.steps import try_apart
     from edgellm.structure.trial import TrialProcess
 
     directory = models.described_directory(settings)

@@ -114,19 +114,14 @@ class Option:
 
 def option(help: str, *flags: str, default: Any = None, **details: Any) -> Any:
     """An option, by default --NAME or, of bool | None, --NAME/--no-NAME; one of bool is false unless it is given.
-    `details` are fields of `Option`, or what typer takes."""
-    return _written(help, flags, default, details)
+    `details` are fields of `Option`, or what typer takes. `options_of` gives it its name, its type and its panel."""
+    own = {key: details.pop(key) for key in Option.__dataclass_fields__.keys() & details.keys()}
+    return Option(help, flags, default, details, **own)
 
 
 def argument(help: str, default: Any = None, **details: Any) -> Any:
     """An argument; by `default` ... it is required."""
-    return _written(help, None, default, details)
-
-
-def _written(help: str, flags: Sequence[str] | None, default: Any, details: dict[str, Any]) -> Option:
-    """An option as a class has it: `options_of` gives it its name, its type and its panel."""
-    own = {key: details.pop(key) for key in Option.__dataclass_fields__.keys() & details.keys()}
-    return Option(help, flags, default, details, **own)
+    return replace(option(help, default=default, **details), flags=None)
 
 
 class Options:

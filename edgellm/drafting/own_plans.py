@@ -79,8 +79,8 @@ class Search:
     """When candidates of the host are looked for: looks, and rounds of them, are paid from an account. One in vain puts
     the next off, for longer each time, until looks cost no more than `LOOK_SHARE` of the steps between."""
 
-    #: More than so many plain steps must be left for a look, to use what was found more than none; else it is put off for
-    #: so many steps. Settled with drafting_workloads.py and host_time.py.
+    #: More than so many plain steps must be left for a look, to use what was found more than none; else it is put off
+    #: for so many steps. Settled with drafting_workloads.py and host_time.py.
     LEAST_LEFT, PUT_OFF, LOOK_SHARE = 1.0, 32, 0.01
 
     def __init__(self, account: Account) -> None:

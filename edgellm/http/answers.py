@@ -147,6 +147,11 @@ class _ChannelReader(AnswerReader):
         return Piece("".join(thoughts), chunk.text, logprobs, chunk.tool_calls)
 
 
+def is_cut(response: Response) -> bool:
+    """Whether an answer ended where it might have gone on, by what OpenAI's API calls its length."""
+    return FINISH_REASONS.get(response.finish_reason) == "length"
+
+
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:
     if (data := tokenizer.token_bytes(token_id)) is not None:
         return data.decode("utf-8", "replace"), list(data)

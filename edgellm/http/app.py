@@ -96,8 +96,7 @@ class Service:
         self._llm, self.guard, self._bodies = llm, guard, asgi.Bodies(body_bytes, BODIES * body_bytes)
         self.model, self._template = model, template
         self._kept = KeptResponses(keep_responses, BODIES * body_bytes)
-        self._runtime: SpecDecodeRuntime | None = None
-        self._catalogue: Catalogue | None = None
+        self._opened: Catalogue | None = None
         self._model_memory: Mapping[str, int] = {}
         #: What the model failed with, when it was loaded or later.
         self.failure: Exception | None = None
@@ -151,7 +150,12 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        return self._runtime is not None
+        return self._opened is not None
+
+    @property
+    def _catalogue(self) -> Catalogue:
+        assert self._opened is not None  # or `check` refuses what asks for it
+        return self._opened
 
     def works(self, seconds: float) -> bool:
         """Whether the server can answer, and its model's thread is at nothing that has taken so many seconds."""
@@ -163,7 +167,7 @@ class Service:
             await self._llm.open()
             runtime = await self._llm.call(lambda runtime: runtime)
             self.model = self._described(runtime)
-            self._catalogue = Catalogue(self.model, runtime, self._llm.context_length, self._created)
+            self._opened = Catalogue(self.model, runtime, self._llm.context_length, self._created)
         except Exception as error:
             self.failure = error
             raise
@@ -184,7 +188,7 @@ class Service:
             variables = runtime.tokenizer.template_variables()
         except TemplateError:  # which conversations will be told
             variables = frozenset()
-        self._runtime, self._model_memory = runtime, runtime.planned_memory
+        self._model_memory = runtime.planned_memory
         return replace(
             self.model,
             adapters=runtime.adapters,
@@ -235,8 +239,7 @@ class Service:
         engine refuses has a status of its own, and what was not begun may be asked of another server."""
         read, make_writer = kind
         asked, answers, states = await self._ask(read, request)
-        assert self._runtime is not None
-        tokenizer = self._runtime.tokenizer
+        tokenizer = self._catalogue.runtime.tokenizer
         pairs = zip(states, asked.requests, strict=True)
         readers = [AnswerReader.of(tokenizer, state.sequence, each) for state, each in pairs]
         headers = asgi.answer_headers(asked.ignored)
@@ -282,17 +285,15 @@ class Service:
 
         def tokenized(body: bytes) -> tuple[ParsedEmbedding, list[list[int]]]:
             asked = read(body, self.model)
-            assert self._runtime is not None
             with self._telling(asked.fields), self._llm._thread.metrics.counting_refusals():
-                return asked, self._runtime.embedding_ids(asked.request)
+                return asked, self._catalogue.runtime.embedding_ids(asked.request)
 
         began = time.perf_counter()
         asked, ids = await self._read(request, tokenized)
         with self._telling(asked.fields):
             vectors = await self._llm._vectors(asked.request, ids)
         write = partial(asked.answer, vectors, sum(map(len, ids)), time.perf_counter() - began)
-        answer = await self._readers.run(self.guard.client(request.scope), write, vectors.nbytes > LARGE_BODY)
-        return Response(answer, headers=asgi.answer_headers(asked.ignored), media_type=JSONResponse.media_type)
+        return await self._readers.run(self.guard.client(request.scope), write, vectors.nbytes > LARGE_BODY)
 
     async def _read(self, request: Request, function: Callable[[bytes], T]) -> T:
         """What a function makes of the body of a request, in a thread, which joins it, too."""
@@ -311,19 +312,16 @@ class Service:
     async def _prompt_ids(self, read: Read, request: Request) -> list[int]:
         def prompt_ids(body: bytes) -> list[int]:
             asked = read(body, self.model)
-            assert self._runtime is not None
             with self._images.reading(asked.pixels), self._telling(asked.fields):
-                return self._runtime.prompt_ids(asked.request)
+                return self._catalogue.runtime.prompt_ids(asked.request)
 
         return await self._read(request, prompt_ids)
 
     async def _tell(self, tell: Tell, request: Request) -> Response:
-        assert self._catalogue is not None
         return JSONResponse(tell(self._catalogue, **request.path_params))
 
     async def _show(self, request: Request) -> Response:
         name = await self._read(request, lambda body: ollama.named_model(body, self.model))
-        assert self._catalogue is not None
         return JSONResponse(self._catalogue.facts(name))
 
     async def _pull(self, request: Request) -> Response:
@@ -333,8 +331,7 @@ class Service:
 
     async def _input_items(self, request: Request) -> Response:
         client = self.guard.client(request.scope)
-        listed = await self._readers.run(client, lambda: self._kept.input_items(request), is_large=True)
-        return Response(listed, media_type=JSONResponse.media_type)
+        return await self._readers.run(client, lambda: self._kept.input_items(request), is_large=True)
 
     async def _what_there_is(self, request: Request) -> Response:
         return JSONResponse({"server": "edgellm", "version": __version__, "endpoints": self._endpoints})
@@ -371,9 +368,9 @@ class Service:
         found = http_error(error, names, min(60, max(1, math.ceil(mean or 1.0))))
         if found.status == 500:
             logger.error("a request has failed: %s", error, exc_info=error)
-        if self._runtime is not None:
-            folder = self._runtime.directory.path
-            template = self._runtime.tokenizer.chat_template
+        if self._opened is not None:
+            folder = self._opened.runtime.directory.path
+            template = self._opened.runtime.tokenizer.chat_template
             origin = () if template is None else (Path(template.origin).parent,)
             found.message = without_folders(found.message, (folder, folder.absolute(), *origin))
         return found

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from edgellm.errors import shown
-from edgellm.http.errors import HTTPError, http_error
+from edgellm.http.errors import HTTPError, http_error, refused
 from edgellm.multimodal.image_input import readable_formats
 from edgellm.multimodal.sources import source_of_url
 
@@ -108,13 +108,12 @@ def image_of_part(part: dict[str, Any], what: str, param: str, most_pixels: int)
     if others or not isinstance(url, str) or url[:5].lower() != "data:":
         found = f"has {', '.join(others)}" if others else f"shows {shown(url)[:80]}"
         expected = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
-        message = f"{what} {found}: images are taken as data URLs alone, {expected}"
-        raise HTTPError(400, message, param=param, code="invalid_image")
+        raise refused(param, f"{what} {found}: images are taken as data URLs alone, {expected}", "invalid_image")
     data = _data(url, "image", param)
     pixels = _pixels(data)
     if pixels > most_pixels:
         message = f"{what} has {pixels:,} pixels: at most {most_pixels:,} are taken (--max-image-pixels)"
-        raise HTTPError(400, message, param=param, code="image_too_large")
+        raise refused(param, message, "image_too_large")
     return data, pixels, described.get("detail") not in (None, "auto")
 
 
@@ -134,7 +133,7 @@ def file_of_part(part: dict[str, Any], kind: str, what: str, param: str) -> byte
     if not isinstance(url, str) or url[:5].lower() != "data:" or set(part) - {"type", f"{kind}_url", f"input_{kind}"}:
         noun, expected = _FILES[kind]
         message = f"{what} is no {noun}: {noun}s are taken as base64 and data URLs alone, {expected}"
-        raise HTTPError(400, message, param=param, code=f"invalid_{kind}")
+        raise refused(param, message, f"invalid_{kind}")
     return _data(url, kind, param)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from edgellm.errors import number_of, shown
-from edgellm.http.errors import HTTPError, wrong
+from edgellm.http.errors import HTTPError, refused, wrong
 from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_chat_logprobs, with_logprobs
-from edgellm.sampling_params import LARGEST_SEED
 
 #: Completions end after so many tokens where nothing says how many; a request has at most so many answers.
 COMPLETION_TOKENS, MOST_ANSWERS = 16, 64
@@ -73,7 +73,7 @@ def completion(body: bytes, model: ServedModel) -> ParsedRequest:
     fields.only("suffix", "", why="text is not filled in")
     if echo and logprobs is not None:
         why = "log-probabilities of prompts are not computed, which echo would show: leave one of them out"
-        raise HTTPError(400, f"logprobs are not served with echo: {why}", param="echo")
+        raise refused("echo", f"logprobs are not served with echo: {why}")
     prompts = prompt_list(fields.take("prompt"), model)
     fields.end()
     if not 1 <= count * len(prompts) <= MOST_ANSWERS:
@@ -81,10 +81,8 @@ def completion(body: bytes, model: ServedModel) -> ParsedRequest:
         raise HTTPError(400, f"{found}: expected 1 to {MOST_ANSWERS} answers", param="prompt" if count == 1 else "n")
     request |= {"prompt": prompts[0], "params": params}
     first = fields.parsed({"": "prompt"}, request, answers_each=count, echo=echo)
-    seeds = [None if params.seed is None else (params.seed + more) % (LARGEST_SEED + 1) for more in range(count)]
-    drawn = [replace(params, seed=seed) for seed in seeds]
-    requests = tuple(replace(first.request, prompt=prompt, params=each) for prompt in prompts for each in drawn)
-    return replace(first, requests=requests)
+    each_prompt = (replace(first.request, prompt=prompt).repeated(count) for prompt in prompts)
+    return replace(first, requests=tuple(chain.from_iterable(each_prompt)))
 
 
 def tokens(body: bytes, model: ServedModel) -> ParsedRequest:
@@ -95,12 +93,12 @@ def tokens(body: bytes, model: ServedModel) -> ParsedRequest:
     prompt, messages = fields.take("prompt"), fields.take("messages")
     fields.end()
     if (prompt is None) == (messages is None):
-        raise HTTPError(400, "give a prompt or messages, one of them", param="prompt")
+        raise refused("prompt", "give a prompt or messages, one of them")
     if prompt is None:
         return fields.parsed({"": "messages"}, request | {"messages": fields.with_images(_said(messages))})
     prompt, *others = prompt_list(prompt, model)
     if others:
-        raise HTTPError(400, f"prompt is a list of {len(others) + 1}: expected one", param="prompt")
+        raise refused("prompt", f"prompt is a list of {len(others) + 1}: expected one")
     return fields.parsed({"": "prompt"}, request | {"prompt": prompt})
 
 
@@ -118,6 +116,5 @@ def prompt_list(prompts: Any, model: ServedModel, name: str = "prompt") -> list[
             raise wrong(name, prompt, "text, token ids, or a list of these")
         for each in prompt:
             if not 0 <= each < model.vocab_size:
-                message = f"{name} has the token id {each}: this model's are 0 to {model.vocab_size - 1}"
-                raise HTTPError(400, message, param=name)
+                raise refused(name, f"{name} has the token id {each}: this model's are 0 to {model.vocab_size - 1}")
     return prompts

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+from starlette.responses import JSONResponse
 
 from edgellm.embedding import EmbeddingRequest
+from edgellm.http.asgi import answer_headers
 from edgellm.http.completions import prompt_list
-from edgellm.http.errors import HTTPError, unserved
+from edgellm.http.errors import refused, unserved
 from edgellm.http.fields import HARMLESS, Fields, ServedModel, wrong
 from edgellm.http.ollama import LOADING
 
@@ -34,9 +35,9 @@ class ParsedEmbedding:
     #: What errors call fields, with the names that the client knows them by.
     fields: ClassVar[Mapping[str, str]] = _FIELDS
 
-    def answer(self, vectors: np.ndarray, tokens: int, seconds: float) -> bytes:
-        """The body of the answer, which may take a while."""
-        return json.dumps(self.write(self, vectors, tokens, seconds), separators=(",", ":")).encode()
+    def answer(self, vectors: np.ndarray, tokens: int, seconds: float) -> JSONResponse:
+        """The answer, which may take a while to be written."""
+        return JSONResponse(self.write(self, vectors, tokens, seconds), headers=answer_headers(self.ignored))
 
 
 def embedding_request(body: bytes, model: ServedModel) -> ParsedEmbedding:
@@ -86,7 +87,7 @@ def _parsed(fields: Fields, write: Callable[..., dict[str, Any]]) -> ParsedEmbed
     fields.ignore(*HARMLESS)
     fields.end()
     if len(texts) > MOST_INPUTS:
-        raise HTTPError(400, f"input has {len(texts)} texts: expected at most {MOST_INPUTS}", param="input")
+        raise refused("input", f"input has {len(texts)} texts: expected at most {MOST_INPUTS}")
     request = EmbeddingRequest(texts, dimensions, adapter, prompt)
     return ParsedEmbedding(request, name, write, tuple(fields.ignored))
 

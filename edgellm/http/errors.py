@@ -107,16 +107,20 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
     return HTTPError(500, f"the server has failed with {type(error).__name__}: its log says more", code="server_error")
 
 
+def refused(param: str, message: str, code: str | None = None) -> HTTPError:
+    """The error of a field that cannot be as it is."""
+    return HTTPError(400, message, param=param, code=code)
+
+
 def unserved(name: str, why: str) -> HTTPError:
     """The error of a field that nothing here honours."""
-    message = f"{errors.shown(name[:100])[1:-1]} is not served: {why}"
-    return HTTPError(400, message, param=name[:100], code="unsupported_parameter")
+    return refused(name[:100], f"{errors.shown(name[:100])[1:-1]} is not served: {why}", "unsupported_parameter")
 
 
 def wrong(name: str, value: Any, expected: str) -> HTTPError:
     """The error of a field that is not there, or not as expected."""
     found = "missing" if value is None else errors.shown(value)
-    return HTTPError(400, f"{name} is {found}: expected {expected}", param=name)
+    return refused(name, f"{name} is {found}: expected {expected}")
 
 
 def checked(name: str, check: Any, value: Any, said: str | None = None) -> Any:

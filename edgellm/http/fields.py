@@ -10,7 +10,7 @@ from typing import Any
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.bodies import TEXT_BYTES, check_body, check_images, file_of_part, image_of_part
-from edgellm.http.errors import HTTPError, checked, http_error, unserved, wrong
+from edgellm.http.errors import HTTPError, checked, http_error, refused, unserved, wrong
 from edgellm.http.kept_responses import Items
 from edgellm.requests import Request, checked_priority
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -161,7 +161,7 @@ class Fields:
     def put(self, name: str, value: Any, what: str) -> None:
         """Have a field that the body has elsewhere, as `what`. HTTPError where it has that field, too."""
         if name in self._left:
-            raise HTTPError(400, f"{what} and {name} are ways to say one thing: give one of them", param=what)
+            raise refused(what, f"{what} and {name} are ways to say one thing: give one of them")
         self._left[name] = value
 
     def only(self, name: str, *values: Any, why: str) -> None:
@@ -169,7 +169,7 @@ class Fields:
         value = self.take(name)
         if value is not None and not any(type(value) is type(each) and value == each for each in values):
             given = " or ".join(map(repr, values)) or "nothing"
-            raise HTTPError(400, f"{name} is {shown(value)}: {why} (expected {given})", param=name)
+            raise refused(name, f"{name} is {shown(value)}: {why} (expected {given})")
 
     def refuse(self, *names: str, why: str) -> None:
         """Refuse fields, unless they are null or an empty list: an empty object may ask for what there is, as it is."""
@@ -192,7 +192,7 @@ class Fields:
         """HTTPError for what was not taken."""
         for name in self._left:
             message = f"the field {shown(name)} is unknown{did_you_mean(name, [*self._known])}"
-            raise HTTPError(400, message, param=name[:100], code="unknown_parameter")
+            raise refused(name[:100], message, "unknown_parameter")
 
     def common(self) -> dict[str, Any]:
         """What all requests for an answer have, as fields of a `Request`: the adapter of the model's name, deadline and
@@ -213,11 +213,11 @@ class Fields:
         if options is None:
             return False
         if not self.stream:
-            raise HTTPError(400, "stream_options are of use with stream alone: leave them out", param="stream_options")
+            raise refused("stream_options", "stream_options are of use with stream alone: leave them out")
         for name, value in options.items():
             if name not in ("include_usage", "include_obfuscation") or not isinstance(value, (bool, type(None))):
                 message = f"stream_options has {shown(name)}: {shown(value)}; expected {{'include_usage': true}}"
-                raise HTTPError(400, message, param="stream_options")
+                raise refused("stream_options", message)
         if options.get("include_obfuscation"):
             self.ignored.append("stream_options.include_obfuscation")
         return bool(options.get("include_usage"))
@@ -232,13 +232,13 @@ class Fields:
                 given[name] = checked(called, partial(checked_value, name), value, name)
         named = {name: value for name in limits if (value := self.take(name)) is not None}
         if len(set(map(repr, named.values()))) > 1:
-            raise HTTPError(400, f"{' and '.join(limits)} differ: give one of them", param=limits[0])
+            raise refused(limits[0], f"{' and '.join(limits)} differ: give one of them")
         for name, value in named.items():
             given["max_tokens"] = checked(name, partial(checked_value, "max_tokens"), value, "max_tokens")
         stops = given.get("stop", ())
         if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
             expected = f"expected at most {MOST_STOPS}, each of at most {LONGEST_STOP} characters"
-            raise HTTPError(400, f"{stop} has {len(stops)} texts: {expected}", param=stop)
+            raise refused(stop, f"{stop} has {len(stops)} texts: {expected}")
         return checked("min_tokens", lambda given: replace(self.model.params, **given), given)
 
     def structured(self, params: SamplingParams, response_format: Any, name: str) -> SamplingParams:
@@ -250,13 +250,12 @@ class Fields:
             given.append(("structured_outputs", described))
         if len(given) + (structure is not None) > 1:
             names = [each for each, _ in given] + [name] * (structure is not None)
-            raise HTTPError(400, f"{' and '.join(names)} are ways to say one thing: give one of them", param=names[0])
+            raise refused(names[0], f"{' and '.join(names)} are ways to say one thing: give one of them")
         for name, described in given:
             try:
                 structure = _guide(name, described)
             except HTTPError as error:
-                message = f"{error.message}. OpenAI's field for this is {RESPONSE_FORMAT}"
-                raise HTTPError(400, message, param=name) from error
+                raise refused(name, f"{error.message}. OpenAI's field for this is {RESPONSE_FORMAT}") from error
         return params if structure is None else checked(name, lambda it: replace(params, structure=it), structure)
 
     def truncation(self) -> OngoingConversation | None:
@@ -310,11 +309,10 @@ class Fields:
                 found[index] = message | {"content": parts}
         if self.images > model.most_images:
             message = f"{name} has {self.images} images: at most {model.most_images} are taken (--max-images)"
-            raise HTTPError(400, message, param=name, code="too_many_images")
+            raise refused(name, message, "too_many_images")
         if self.pixels > (most := model.request_pixels):
             taken = f"at most {most:,} are taken, {LARGEST_IMAGES} times those of one (--max-image-pixels)"
-            message = f"{name} has images of {self.pixels:,} pixels: {taken}"
-            raise HTTPError(400, message, param=name, code="images_too_large")
+            raise refused(name, f"{name} has images of {self.pixels:,} pixels: {taken}", "images_too_large")
         roles = [message.get("role") for message in found if isinstance(message, dict)]
         if model.system is not None and "system" not in roles and "developer" not in roles:
             found.insert(0, {"role": "system", "content": model.system})
@@ -358,7 +356,7 @@ def with_chat_logprobs(params: SamplingParams, fields: Fields) -> SamplingParams
     """Parameters with what logprobs and top_logprobs ask: as OpenAI has it, the latter, even 0, needs the former."""
     logprobs, top = fields.take("logprobs", bool), fields.take("top_logprobs", int)
     if top is not None and not logprobs:
-        raise HTTPError(400, "top_logprobs is given without logprobs: set logprobs to true", param="top_logprobs")
+        raise refused("top_logprobs", "top_logprobs is given without logprobs: set logprobs to true")
     return with_logprobs(params, "top_logprobs", top or 0) if logprobs else params
 
 

@@ -88,7 +88,9 @@ class Guard:
         if origin is not None and origin.lower().rstrip("/") not in (*self.origins, *own):
             message = f"pages of {shown(origin)[:200]} may not ask this server (--allowed-origin lets them)"
             raise HTTPError(403, message, code="wrong_origin")
-        if self.keys and path not in _WITHOUT_KEY and not self._has_key(headers):
+        given = sha256(_given_key(headers).encode("latin-1", "replace")).digest()
+        matches = [hmac.compare_digest(given, each) for each in self.keys]  # all of them, whichever it is
+        if self.keys and path not in _WITHOUT_KEY and not any(matches):
             message = "the key is missing or wrong: expected the header Authorization: Bearer KEY, or x-api-key: KEY"
             raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
@@ -124,11 +126,6 @@ class Guard:
             return {"vary": "origin"} if self.origins else {}
         told = "edgellm-ignored, edgellm-dropped-messages, retry-after"
         return {"access-control-allow-origin": origin, "access-control-expose-headers": told, "vary": "origin"}
-
-    def _has_key(self, headers: Mapping[str, str]) -> bool:
-        given = sha256(_given_key(headers).encode("latin-1", "replace")).digest()
-        matches = [hmac.compare_digest(given, each) for each in self.keys]  # all of them, whichever it is
-        return any(matches)
 
 
 def _given_key(headers: Mapping[str, str]) -> str:

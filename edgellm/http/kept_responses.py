@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class KeptResponses:
 
     def keep(self, asked: Items, response: Mapping[str, Any]) -> None:
         """Keep an answer to a conversation that `asked` is all of."""
-        text = json.dumps(response, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        text = bytes(JSONResponse(response).body)
         items = Items((*asked.items, *response["output"]), asked.size + len(text))
         with self._lock:
             self._kept[response["id"]] = _Kept(asked, items, text)
@@ -78,7 +77,7 @@ class KeptResponses:
                 raise unserved(name, "an answer is shown again as a whole")
         return Response(self._of(request, self._kept.get).text, media_type="application/json")
 
-    def input_items(self, request: Request) -> bytes:
+    def input_items(self, request: Request) -> Response:
         """A page of the items that an answer was given to, those of earlier answers that it went on from among them:
         the newest first, or by `order` `asc` the oldest, at most `limit`, behind the item with the id `after`."""
         asked = self._of(request, self._kept.get).asked
@@ -99,7 +98,7 @@ class KeptResponses:
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         has_more = start + len(page) < len(items)
         found = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more}
-        return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode()
+        return JSONResponse(found)
 
     async def remove(self, request: Request) -> Response:
         """Forget an answer; what went on from it stays."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgellm.errors import shown
 from edgellm.http.answers import Piece, Writer, event
-from edgellm.http.errors import MESSAGES, HTTPError, checked, wrong
+from edgellm.http.errors import MESSAGES, HTTPError, checked, refused, wrong
 from edgellm.http.fields import Fields, ParsedRequest, ServedModel
 from edgellm.requests import Response, Usage
 from edgellm.tool_calls.calls import ToolCall, ToolCallDelta
@@ -66,7 +66,7 @@ def message_request(body: bytes, model: ServedModel, is_answered: bool = True) -
     fields.refuse("container", "mcp_servers", why="there is nothing here that does it")
     if fields.take("thread") is not None:  # by this code its tool runner sends whole conversations from then on
         message = "thread is not served: nothing is stored, send all of the conversation as messages"
-        raise HTTPError(400, message, param="thread", code="thread_unsupported_request")
+        raise refused("thread", message, "thread_unsupported_request")
     fields.only("speed", "standard", why="there is one speed")
     fields.ignore("cache_control", "inference_geo", "context_management")
     conversation, given = fields.truncation(), fields.take("messages")
@@ -198,7 +198,7 @@ def _user_messages(fields: Fields, blocks: Sequence[_Block], called: set[str]) -
             parts.append(_part(what, block))
             continue
         if parts:
-            raise HTTPError(400, f"{what} is a tool_result behind other blocks: expected it before them", param=what)
+            raise refused(what, f"{what} is a tool_result behind other blocks: expected it before them")
         call = block.get("tool_use_id")
         if not isinstance(call, str) or call not in called:
             raise wrong(f"{what}.tool_use_id", call, "the id of a tool_use in a message before it")
@@ -216,7 +216,7 @@ def _assistant_message(blocks: Sequence[_Block]) -> dict[str, Any]:
         if kind == "tool_use":
             call, name, given = block.get("id"), block.get("name"), block.get("input")
             if not isinstance(call, str) or not isinstance(name, str) or not isinstance(given, dict):
-                raise HTTPError(400, f"{what} has no id, name or input: expected two texts and an object", param=what)
+                raise refused(what, f"{what} has no id, name or input: expected two texts and an object")
             calls.append(ToolCall(call, name, json_text(given)).as_message())
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
@@ -237,14 +237,13 @@ def _part(what: str, block: dict[str, Any]) -> dict[str, Any]:
         case {"type": "url", "url": str(url), **more} if not more and url[:5].lower() == "data:":
             return {"type": "image_url", "image_url": {"url": url}}
     expected = '{"type": "base64", "media_type": "image/png", "data": "..."}'
-    raise HTTPError(400, f"{what}.source is no image of the request: expected {expected}", param=f"{what}.source")
+    raise refused(f"{what}.source", f"{what}.source is no image of the request: expected {expected}")
 
 
 def _text(blocks: Sequence[_Block]) -> str:
     for what, block in blocks:
         if block["type"] != "text" or not isinstance(block.get("text"), str):
-            message = f"{what} is of the type {block['type']}, which is not taken here, or has no text"
-            raise HTTPError(400, message, param=what)
+            raise refused(what, f"{what} is of the type {block['type']}, which is not taken here, or has no text")
     return "".join(block["text"] for _, block in blocks)
 
 
@@ -262,8 +261,7 @@ def _fields_of(fields: Fields, value: Any, what: str, *known: str) -> dict[str, 
 def _check_known(given: Mapping[str, Any], what: str, *known: str) -> None:
     for name in given:
         if name not in known:
-            message = f"{what} has the unknown field {shown(name)[:80]}: expected one of {', '.join(known)}"
-            raise HTTPError(400, message, param=what)
+            raise refused(what, f"{what} has the unknown field {shown(name)[:80]}: expected one of {', '.join(known)}")
 
 
 class MessageWriter(Writer):

@@ -11,8 +11,8 @@ from typing import Any
 
 from edgellm.engines.formats.strict_formats import parsed_json
 from edgellm.errors import shown
-from edgellm.http.answers import FINISH_REASONS, Piece, Writer, logprob_objects
-from edgellm.http.errors import HTTPError, unserved, wrong
+from edgellm.http.answers import Piece, Writer, is_cut, logprob_objects
+from edgellm.http.errors import HTTPError, refused, unserved, wrong
 from edgellm.http.fields import Fields, ParsedRequest, ServedModel, with_chat_logprobs
 from edgellm.requests import Response
 from edgellm.sampling_params import SamplingParams
@@ -116,8 +116,7 @@ def _sampling(fields: Fields) -> SamplingParams:
         name = next((name for name, called in OPTIONS.items() if called == error.param), None)
         if name is None:
             raise
-        message = f"options.{name}{error.message.removeprefix(error.param or '')}"
-        raise HTTPError(400, message, param=f"options.{name}") from error
+        raise refused(f"options.{name}", f"options.{name}{error.message.removeprefix(error.param or '')}") from error
     is_penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     for name in _OF_PENALTIES.keys() & asked.keys() if is_penalized else ():
         raise unserved(f"options.{name}", _OF_PENALTIES[name])
@@ -151,13 +150,13 @@ def chat_messages(given: Any) -> list[dict[str, Any]]:
     for number, each in enumerate(given):
         what = f"messages[{number}]"
         if not isinstance(each, dict):
-            raise HTTPError(400, f"{what} is {shown(each)[:80]}: expected an object", param="messages")
+            raise refused("messages", f"{what} is {shown(each)[:80]}: expected an object")
         message = {key: value for key, value in each.items() if value is not None}
         images, tool_name = message.pop("images", []), message.pop("tool_name", None)
         message.setdefault("content", "")
         if images:
             if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
-                raise HTTPError(400, f"{what}.images is not a list of texts in base64", param="messages")
+                raise refused("messages", f"{what}.images is not a list of texts in base64")
             parts = [{"type": "image_url", "image_url": f"data:image/png;base64,{each}"} for each in images]
             said = message["content"]
             message["content"] = [*parts, {"type": "text", "text": said}] if said else parts
@@ -166,8 +165,7 @@ def chat_messages(given: Any) -> list[dict[str, Any]]:
         elif message.get("role") == "tool" and "tool_call_id" not in message:
             named = [call for call in open_calls if tool_name in (None, call["function"]["name"])]
             if not named:
-                text = f"{what} is what a tool returned, and no call of it is before it"
-                raise HTTPError(400, text, param="messages")
+                raise refused("messages", f"{what} is what a tool returned, and no call of it is before it")
             open_calls = [call for call in open_calls if call is not named[0]]
             message["tool_call_id"] = named[0]["id"]
         found.append(message)
@@ -180,7 +178,7 @@ def _calls(given: Any, what: str, number: int) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("arguments", {}), dict):
             expected = 'expected {"function": {"name": ..., "arguments": {...}}}'
-            raise HTTPError(400, f"{what}.tool_calls[{place}] is {shown(call)[:80]}: {expected}", param="messages")
+            raise refused("messages", f"{what}.tool_calls[{place}] is {shown(call)[:80]}: {expected}")
         arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False)
         call_id = call.get("id") or f"call_{number}_{place}"
         named = {"name": function.get("name"), "arguments": arguments}
@@ -241,11 +239,10 @@ class GenerateWriter(Writer):
     def _ending(self, response: Response) -> dict[str, Any]:
         """Why an answer ended, and what it took, in nanoseconds."""
         usage, timings = response.usage, response.timings
-        reason = "length" if FINISH_REASONS.get(response.finish_reason) == "length" else "stop"
         error = response.tool_call_error
         return {
             "done": True,
-            "done_reason": reason,
+            "done_reason": "length" if is_cut(response) else "stop",
             "total_duration": round(timings.total_seconds * _BILLION),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,

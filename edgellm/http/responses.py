@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edgellm.errors import shown
-from edgellm.http.answers import FINISH_REASONS, Piece, Writer, event, logprob_objects
-from edgellm.http.errors import HTTPError, wrong
+from edgellm.http.answers import Piece, Writer, event, is_cut, logprob_objects
+from edgellm.http.errors import HTTPError, refused, wrong
 from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs
 from edgellm.http.kept_responses import Items, KeptResponses
 from edgellm.requests import Response
@@ -137,7 +137,7 @@ def _with_text_format(fields: Fields, params: Any, text: Mapping[str, Any]) -> A
     """Parameters with the structure of `text.format`, which has a schema's name and text beside its type."""
     for name in text:
         if name not in ("format", "verbosity"):
-            raise HTTPError(400, f"text has the unknown field {shown(name)}", param=f"text.{name}")
+            raise refused(f"text.{name}", f"text has the unknown field {shown(name)}")
     if text.get("verbosity") is not None:
         fields.ignored.append("text.verbosity")
     form = text.get("format")
@@ -171,21 +171,21 @@ def input_messages(given: Any, instructions: str | None, earlier: Sequence[Any] 
             call = {"name": _flat(item, item.get("namespace")).get("name"), "arguments": item.get("arguments")}
             entry = {"id": item.get("call_id"), "type": "function", "function": call}
             if not all(isinstance(each, str) for each in (*call.values(), entry["id"])):
-                raise HTTPError(400, f"{what} has no call_id, name or arguments: expected texts", param="input")
+                raise refused("input", f"{what} has no call_id, name or arguments: expected texts")
             if not messages or messages[-1]["role"] != "assistant" or reasoning:
                 thought, reasoning = {"reasoning_content": reasoning} if reasoning else {}, ""
                 messages.append({"role": "assistant", "content": None, **thought})
             messages[-1].setdefault("tool_calls", []).append(entry)
         elif kind == "function_call_output":
             if not isinstance(item.get("call_id"), str):
-                raise HTTPError(400, f"{what} has no call_id: expected that of the call", param="input")
+                raise refused("input", f"{what} has no call_id: expected that of the call")
             parts = _parts(item.get("output"), what)
             shows_image = isinstance(parts, list) and any(part["type"] != "text" for part in parts)
             output = parts if shows_image else _texts(item.get("output"), what)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
             found = f"{what} is {shown(kind or item)}"
-            raise HTTPError(400, f"{found}: expected a message, or a function's call or its output", param="input")
+            raise refused("input", f"{found}: expected a message, or a function's call or its output")
     return messages
 
 
@@ -194,13 +194,13 @@ def _unwrapped(given: Any, what: str) -> str:
         return base64.b64decode(given or "", validate=True).decode()
     except (TypeError, ValueError, binascii.Error) as error:
         message = f"{what} has an encrypted_content that is not from this server: leave it out, or send content"
-        raise HTTPError(400, message, param="input") from error
+        raise refused("input", message) from error
 
 
 def _message(item: Mapping[str, Any], what: str) -> dict[str, Any]:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES or not isinstance(content, (str, list)):
-        raise HTTPError(400, f"{what} has no role ({', '.join(_ROLES)}) and content", param="input")
+        raise refused("input", f"{what} has no role ({', '.join(_ROLES)}) and content")
     return {"role": role, "content": _texts(content, what) if role == "assistant" else _parts(content, what)}
 
 
@@ -215,7 +215,7 @@ def _texts(parts: Any, what: str) -> str:
     if isinstance(parts, str):
         return parts
     if not isinstance(parts, list):
-        raise HTTPError(400, f"{what} has {shown(parts)}: expected text, or a list of parts", param="input")
+        raise refused("input", f"{what} has {shown(parts)}: expected text, or a list of parts")
     return "".join(_text(part, what) for part in parts)
 
 
@@ -225,11 +225,7 @@ def _text(part: Any, what: str) -> str:
         text = part.get("refusal" if part["type"] == "refusal" else "text")
         if isinstance(text, str):
             return text
-    raise HTTPError(400, f"{what} has a part that is no text, image, sound or video: {shown(part)[:80]}", param="input")
-
-
-def _is_cut(response: Response) -> bool:
-    return FINISH_REASONS.get(response.finish_reason) == "length"
+    raise refused("input", f"{what} has a part that is no text, image, sound or video: {shown(part)[:80]}")
 
 
 class ResponseWriter(Writer):
@@ -319,7 +315,7 @@ class ResponseWriter(Writer):
             yield from self._said("")
         item, place, self._open = self._open, self._place(self._open), None
         done = f"response.{_ITEMS[item['type']][3]}.done"
-        is_cut = response is not None and _is_cut(response)
+        is_incomplete = response is not None and is_cut(response)
         if "content" in item:
             (part,) = item["content"]
             more = {}
@@ -332,9 +328,9 @@ class ResponseWriter(Writer):
                 # Text that clients hand back unread. It is no secret: it stands in `content`, too.
                 item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode("ascii")
         else:
-            is_cut = not is_object(item["arguments"])
+            is_incomplete = not is_object(item["arguments"])
             yield self._event(done, **place, arguments=item["arguments"])
-        item["status"] = "incomplete" if is_cut else "completed"
+        item["status"] = "incomplete" if is_incomplete else "completed"
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
 
@@ -348,10 +344,10 @@ class ResponseWriter(Writer):
 
     def _finished(self, response: Response) -> dict[str, Any]:
         """The answer, which is kept where that was asked for."""
-        usage, is_cut = response.usage, _is_cut(response)
-        finished = self._object("incomplete" if is_cut else "completed") | {
-            "completed_at": None if is_cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        usage, is_incomplete = response.usage, is_cut(response)
+        finished = self._object("incomplete" if is_incomplete else "completed") | {
+            "completed_at": None if is_incomplete else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.reused_tokens, "cache_write_tokens": 0},

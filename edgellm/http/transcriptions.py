@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from edgellm.http.answers import CompletionWriter, Piece, event
-from edgellm.http.errors import HTTPError, checked, http_error, wrong
+from edgellm.http.errors import HTTPError, checked, http_error, refused, wrong
 from edgellm.http.fields import SAMPLING, Fields, ParsedRequest, ServedModel
 from edgellm.requests import Response
 from edgellm.transcription import LANGUAGES, TranscriptReader, language_name, transcription_request
@@ -80,7 +80,7 @@ def _value(name: str, part: bytes) -> Any:
     try:
         text = part[:_MOST_BYTES].decode()
     except UnicodeDecodeError as error:
-        raise HTTPError(400, f"{name[:80]} is no text in UTF-8", param=name[:80]) from error
+        raise refused(name[:80], f"{name[:80]} is no text in UTF-8") from error
     lower = text.lower()  # Python's clients write True
     return json.loads(lower) if name in _TYPED and _JSON.fullmatch(lower) else text
 
@@ -103,9 +103,6 @@ class TranscriptionWriter(CompletionWriter):
         language = codes.get(self._reader.language or "", self._reader.language)
         duration = round(self._asked.echoed["seconds"], 3)
         return {"task": "transcribe", "language": language, "duration": duration, "text": text}
-
-    def begin(self) -> Iterator[bytes]:
-        yield from ()
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         yield from self._delta_event(self._reader.read(piece.content))

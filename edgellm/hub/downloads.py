@@ -121,11 +121,6 @@ class Record:
         """What a file of a commit stands for, where it was downloaded."""
         return next((each for each in self.downloads if (each.commit, each.file) == (commit, file)), None)
 
-    def with_download(self, download: Download, revision: str) -> Record:
-        """The record with a download in place of an earlier one of the same, and the revision's commit."""
-        others = [each for each in self.downloads if (each.commit, each.file) != (download.commit, download.file)]
-        return Record({**self.revisions, revision: download.commit}, (*others, download))
-
 
 def repository_folder(repository: str) -> Path:
     """Where the record of a repository lies, and the directories made of it, in the user's cache."""
@@ -150,8 +145,10 @@ def fetch(name: HubName, update: bool = False, progress: Progress = lambda stage
             found = _asked(name, commit or name.revision, api, progress)
         known = record.find(found.commit, found.file)
         found = _with_what_is_missing(found if known is None else known)
+        others = tuple(each for each in record.downloads if (each.commit, each.file) != (found.commit, found.file))
+        record = Record({**record.revisions, name.revision: found.commit}, (*others, found))
         with explained(f"{folder} cannot be written", HubError, ". Take another EDGELLM_CACHE_DIR"):
-            record.with_download(found, name.revision).write(folder)  # what is left of an interrupted one is known, too
+            record.write(folder)  # what is left of an interrupted one is known, too
         _download(found, api, progress)
         _note_revision(found, name.revision)
     return found

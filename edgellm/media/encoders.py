@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from edgellm.engines.backends.base import Backend
@@ -64,76 +63,57 @@ class MediaEncoder(Protocol):
         """Free all memory."""
 
 
-class LazyEncoder:
-    """An encoder of a `kind` that `open_encoder` makes and loads nothing of; any thread may need it first.
+class MediaEncoders:
+    """The `encoders` of the model in the directory `path`, whose language model has `config`; none for text alone."""
 
-    For a backend that makes nothing ready before it computes. What is wrong with the encoder's files, or that they find
-    no memory, is the error of the first request with such a piece, and of each one after it.
-    """
+    def __init__(
+        self, encoders: Iterable[MediaEncoder], config: DecoderConfig, path: Path, backend: Backend | None = None
+    ) -> None:
+        """On a `backend` that makes nothing ready before it computes more may be added that open later."""
+        #: Those that are open.
+        self.by_name = {encoder.kind.name: encoder for encoder in encoders}
+        self.kinds = {name: encoder.kind for name, encoder in self.by_name.items()}
+        self._config, self._path, self._backend = config, path, backend
+        self._later: dict[str, Callable[[], MediaEncoder]] = {}
+        self._lock = threading.RLock()  # an encoder may need another one
 
-    #: Counted when it opens.
-    memory: Mapping[str, int] = MappingProxyType({})
+    def add(self, kind: MediaKind, open_encoder: Callable[[], MediaEncoder]) -> None:
+        """Add an encoder, which is opened now or, on a backend that computes at once, with the first piece of its kind.
 
-    def __init__(self, kind: MediaKind, open_encoder: Callable[[], MediaEncoder], backend: Backend) -> None:
-        self.kind = kind
-        #: What opens it, and where; None when it is closed: whoever holds it then holds no backend.
-        self._opening: tuple[Callable[[], MediaEncoder], Backend] | None = (open_encoder, backend)
-        self._encoder: MediaEncoder | None = None
-        self._lock = threading.Lock()
+        What is then wrong with its files, or that they find no memory, is the error of that request, and of each one
+        after it.
+        """
+        self.kinds[kind.name] = kind
+        if self._backend is not None and self._backend.computes_at_once:
+            self._later[kind.name] = open_encoder
+        else:
+            self.by_name[kind.name] = open_encoder()
 
-    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Nothing yet."""
-
-    def prepare(self, reference: MediaReference) -> PreparedMedia:
-        return self.opened().prepare(reference)
-
-    def written(self, piece: PreparedMedia, number: int) -> Sequence[int]:
-        return self.opened().written(piece, number)
-
-    def encode(self, pieces: Sequence[PreparedMedia]) -> Sequence[MediaEmbeddings]:
-        return self.opened().encode(pieces)
-
-    def close(self) -> None:
+    def encoder(self, name: str) -> MediaEncoder:
+        """The encoder of a kind, which is opened now where it was not; any thread may need it first."""
         with self._lock:
-            self._opening = None
-            if self._encoder is not None:
-                self._encoder.close()
-                self._encoder = None
-
-    def opened(self) -> MediaEncoder:
-        """The encoder, which is opened now where it was not."""
-        with self._lock:
-            if self._opening is None:  # as a request may find that was being prepared meanwhile
-                raise closed_error()
-            if self._encoder is None:
-                open_encoder, backend = self._opening
-                encoder = open_encoder()
+            if name not in self.by_name:
+                if self._backend is None or name not in self._later:  # a request was being prepared meanwhile
+                    raise closed_error()
+                encoder = self._later[name]()
                 try:
-                    backend.check_memory(MemoryPlan({**encoder.memory}))
+                    self._backend.check_memory(MemoryPlan({**encoder.memory}))
                     encoder.load()
                 except BaseException:
                     encoder.close()
                     raise
-                self._encoder = encoder
-            return self._encoder
-
-
-class MediaEncoders:
-    """The `encoders` of the model in the directory `path`, whose language model has `config`; none for text alone."""
-
-    def __init__(self, encoders: Iterable[MediaEncoder], config: DecoderConfig, path: Path) -> None:
-        self.by_name = {encoder.kind.name: encoder for encoder in encoders}
-        self._config, self._path = config, path
+                self.by_name[name] = encoder
+            return self.by_name[name]
 
     @property
     def memory(self) -> dict[str, int]:
-        """What they take in bytes, by name."""
+        """What those that are open take in bytes, by name."""
         return {name: size for encoder in self.by_name.values() for name, size in encoder.memory.items()}
 
     @property
     def token_ids(self) -> frozenset[int]:
         """The ids of the tokens that stand for media."""
-        return frozenset(encoder.kind.token_id for encoder in self.by_name.values())
+        return frozenset(kind.token_id for kind in self.kinds.values())
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the weights of each, once memory was checked."""
@@ -144,13 +124,13 @@ class MediaEncoders:
         """Read and prepare what a request shows. Any thread may call it; errors name the piece. Raises RequestError for
         a kind that the model does not take."""
         for kind in dict.fromkeys(each.kind for each in references):
-            if kind not in self.by_name:
+            if kind not in self.kinds:
                 shown = sum(each.kind == kind for each in references)
                 raise RequestError(
                     f"the request shows {number_of(shown, NOUNS[kind])}, but {self._path} has no "
                     f"{ENCODER_NAMES[kind]}: leave them out, or open a directory that has one"
                 )
-        return [self.by_name[each.kind].prepare(each) for each in references]
+        return [self.encoder(each.kind).prepare(each) for each in references]
 
     def cropped(self, pieces: Sequence[PreparedMedia]) -> tuple[bool, ...]:
         """Whether each of the images among the pieces has crops beside it, and so more tokens than a whole one."""
@@ -164,8 +144,8 @@ class MediaEncoders:
         none where the model is made for them alone.
         """
         following = {}
-        for name, encoder in self.by_name.items():
-            token, own = encoder.kind.token_id, [each for each in pieces if each.kind == name]
+        for name, kind in self.kinds.items():
+            token, own = kind.token_id, [each for each in pieces if each.kind == name]
             markers = sum(each == token for each in prompt_ids)
             if self._config.adds_sound and markers > 1:
                 continue  # the text has been written on
@@ -176,7 +156,7 @@ class MediaEncoders:
                     f"{number_of(len(own), noun)}: show one {noun} for each marker"
                 )
             if own:
-                following[token] = map(encoder.written, own, count())
+                following[token] = map(self.encoder(name).written, own, count())
         if self._config.adds_sound and len(pieces) > 1:
             raise MediaError(f"the prompt has {len(pieces)} sounds, the model in {self._path} hears one at a time")
         if self._config.prefix_attention and not following:
@@ -195,14 +175,17 @@ class MediaEncoders:
         from edgellm.engines.runners.media import place_media
 
         embeddings = {
-            encoder.kind: encoder.encode(own)
-            for name, encoder in self.by_name.items()
+            kind: self.encoder(name).encode(own)
+            for name, kind in self.kinds.items()
             if (own := [each for each in pieces if each.kind == name])
         }
         return place_media(prompt_ids, embeddings, self._config)
 
     def close(self) -> None:
         """Free all memory; requests that are being prepared meanwhile still find what prepares them."""
-        with ExitStack() as each_whatever_fails:
+        with self._lock, ExitStack() as each_whatever_fails:
             for encoder in self.by_name.values():
                 each_whatever_fails.callback(encoder.close)
+            for name in self._later:
+                self.by_name.pop(name, None)
+            self._later, self._backend = {}, None  # whoever holds this then holds no backend

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from edgellm.defaults import ModelDefaults
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import MediaKind
 from edgellm.errors import EngineDirectoryError
-from edgellm.media.encoders import LazyEncoder, MediaEncoder, MediaEncoders
+from edgellm.media.encoders import MediaEncoder, MediaEncoders
 from edgellm.media.image_text import TextOfParts, image_writer, part_texts
 from edgellm.metrics import Metrics
 from edgellm.text.tokenizer import Tokenizer
@@ -28,12 +26,7 @@ def open_encoders(
 
     On a GPU they open at once, since memory is planned as a whole there.
     """
-    encoders: list[MediaEncoder] = []
-
-    def add(kind: MediaKind, opened: Callable[[], MediaEncoder]) -> MediaEncoder:
-        encoders.append(LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened())
-        return encoders[-1]
-
+    encoders = MediaEncoders((), directory.config, directory.path, backend)
     if vision_engines is not None and vision_engines.vision is not None:
         vision = vision_engines.vision.config
         texts = TextOfParts(vision, tokenizer) if vision.family in part_texts() else None
@@ -43,16 +36,15 @@ def open_encoders(
 
             return VisionEncoder(backend, directory, vision_engines, metrics, texts)
 
-        images = add(directory.config.image_kind(vision.image_token_id), opened_images)
+        encoders.add(directory.config.image_kind(vision.image_token_id), opened_images)
         if "video" in directory.config.media:
 
             def opened_video() -> MediaEncoder:
                 from edgellm.media.vision import VideoEncoder
 
-                own = images.opened() if isinstance(images, LazyEncoder) else images
-                return VideoEncoder(own, directory, vision_engines, tokenizer)
+                return VideoEncoder(encoders.encoder("image"), directory, vision_engines, tokenizer)
 
-            add(directory.config.media["video"], opened_video)
+            encoders.add(directory.config.media["video"], opened_video)
     if "audio" in directory.config.media:
 
         def opened_audio() -> MediaEncoder:
@@ -60,8 +52,8 @@ def open_encoders(
 
             return AudioEncoder(backend, directory, metrics)
 
-        add(directory.config.media["audio"], opened_audio)
-    return MediaEncoders(encoders, directory.config, directory.path)
+        encoders.add(directory.config.media["audio"], opened_audio)
+    return encoders
 
 
 def open_texts(directory: EngineDirectory, vision_engines: EngineDirectory | None) -> tuple[Tokenizer, ModelDefaults]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
 
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -22,6 +25,11 @@ LAYOUT = "heads-tokens-size"
 _SCALED_BY_CONTEXT = ("dynamic", "longrope")
 
 
+def _said(words: str) -> dict[str, Any]:
+    """The metadata of a field that errors name so."""
+    return {"said": words}
+
+
 @dataclass(frozen=True)
 class SnapshotBinding:
     """Everything besides token ids that must be equal where a snapshot is used.
@@ -33,18 +41,18 @@ class SnapshotBinding:
     text are no part of it.
     """
 
-    weights: str
-    config: str
-    adapter: str
-    draft: str
-    images: str
-    dtype: str
-    layout: str
-    backend: str
-    rotary_context: int | None
-    kv_cache: str = field(default="compute", metadata=ADDED_LATER)
-    arithmetic: int = field(default=0, metadata=ADDED_LATER)
-    executor: str = field(default="auto", metadata=ADDED_LATER)
+    weights: str = field(metadata=_said("the model's weights are"))
+    config: str = field(metadata=_said("the model's configuration is"))
+    adapter: str = field(metadata=_said("the adapter is"))
+    draft: str = field(metadata=_said("the draft model is"))
+    images: str = field(metadata=_said("the images are"))
+    dtype: str = field(metadata=_said("the dtype is"))
+    layout: str = field(metadata=_said("the layout of the rows is"))
+    backend: str = field(metadata=_said("the backend is"))
+    rotary_context: int | None = field(metadata=_said("the rotary table is made for a context of"))
+    kv_cache: str = field(default="compute", metadata=_said("the dtype of the KV cache is") | ADDED_LATER)
+    arithmetic: int = field(default=0, metadata=_said("the order of sums is number") | ADDED_LATER)
+    executor: str = field(default="auto", metadata=_said("the executor is") | ADDED_LATER)
 
     @property
     def has_draft(self) -> bool:
@@ -53,26 +61,10 @@ class SnapshotBinding:
     def differences(self, expected: SnapshotBinding) -> dict[str, str]:
         """What was found and expected of each field that is not as `expected`, in words."""
         return {
-            field.name: f"{_NAMES[field.name]} {_short(found)}, expected {_short(wanted)}"
+            field.name: f"{field.metadata['said']} {_short(found)}, expected {_short(wanted)}"
             for field in fields(self)
             if (found := getattr(self, field.name)) != (wanted := getattr(expected, field.name))
         }
-
-
-_NAMES = {
-    "weights": "the model's weights are",
-    "config": "the model's configuration is",
-    "adapter": "the adapter is",
-    "draft": "the draft model is",
-    "images": "the images are",
-    "dtype": "the dtype is",
-    "layout": "the layout of the rows is",
-    "backend": "the backend is",
-    "rotary_context": "the rotary table is made for a context of",
-    "kv_cache": "the dtype of the KV cache is",
-    "arithmetic": "the order of sums is number",
-    "executor": "the executor is",
-}
 
 
 def snapshot_binding(
@@ -121,10 +113,15 @@ def encoder_digest(directory: EngineDirectory, vision_directory: EngineDirectory
     return NONE if chosen.path == directory.path else _files_digest(chosen.files)
 
 
-def binding_key(binding: SnapshotBinding, token_ids: bytes) -> str:
-    """A name for tokens under a binding, 32 hexadecimal digits: one file for each."""
+def token_key(token_ids: Sequence[int] | np.ndarray) -> bytes:
+    """Token ids as bytes, 4 a token, the largest first; ids below 0, which no snapshot has, become large ones."""
+    return np.asarray(token_ids, np.int64).astype(">u4").tobytes()
+
+
+def binding_key(binding: SnapshotBinding, token_ids: np.ndarray) -> str:
+    """A name for tokens [N] under a binding, 32 hexadecimal digits: one file for each."""
     digest = hashlib.sha256(canonical_json(plain_values(binding)))
-    digest.update(token_ids)
+    digest.update(token_key(token_ids))
     return digest.hexdigest()[:32]
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from edgellm.engines.runners.media import TokenIdentity, before_span
 from edgellm.snapshots.kept_on_host import StateKeeper
-from edgellm.snapshots.prefixes import reusable_rows
 from edgellm.text.turns import OngoingConversation
 
 #: Stands for whatever adapter the rows are bound to.
@@ -22,6 +21,18 @@ def common_beginning(first: Sequence[TokenIdentity], second: Sequence[TokenIdent
     if list(first[:longest]) == list(second[:longest]):  # the usual case is decided at once
         return longest
     return next(i for i in range(longest) if first[i] != second[i])
+
+
+def reusable_rows(common: int, prompt_tokens: int, draft_rows: int | None = None) -> int:
+    """How many KV rows a prompt of `prompt_tokens` can take over that shares its first `common` tokens with them.
+
+    The prompt's last token is always computed. A draft, of which `draft_rows` rows are there (None: there is no
+    draft), needs of each row the token after it, too.
+    """
+    rows = min(common, prompt_tokens - 1)
+    if draft_rows is not None:
+        rows = min(rows, draft_rows, common - 1)
+    return max(0, rows)
 
 
 class KVContents:

@@ -21,7 +21,6 @@ from edgellm.engines.formats.tensors import value_and_place
 from edgellm.engines.model.states import is_recurrent, saved_dtype
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding, binding_key
-from edgellm.snapshots.prefixes import token_key
 from edgellm.snapshots.snapshot import (
     BEGINNING,
     DIGEST,
@@ -281,7 +280,7 @@ class SnapshotFolder:
 
     def path_of(self, snapshot: Snapshot) -> Path:
         """The file that `save` writes."""
-        return self.path / f"{binding_key(snapshot.facts.binding, token_key(snapshot.token_ids))}{SUFFIX}"
+        return self.path / f"{binding_key(snapshot.facts.binding, snapshot.token_ids)}{SUFFIX}"
 
     def save(self, snapshot: Snapshot, replaced: Sequence[Path] = ()) -> tuple[Path, list[Path]]:
         """Write a snapshot; its path, and those of files that were removed to make room. It is on the disk and read

@@ -21,9 +21,8 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError, number_of
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
-from edgellm.snapshots.contents import KVContents
+from edgellm.snapshots.contents import KVContents, reusable_rows
 from edgellm.snapshots.file import NOT_FINITE, check_binding, damaged, read_snapshot, verify_snapshot
-from edgellm.snapshots.prefixes import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, STATE_PREFIX, TOKEN_IDS, Findings, Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import file_identity, opened_unchanged
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot

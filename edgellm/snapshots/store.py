@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.errors import SnapshotError
-from edgellm.snapshots.binding import SnapshotBinding
+from edgellm.snapshots.binding import SnapshotBinding, token_key
 from edgellm.snapshots.file import read_snapshot, too_large
-from edgellm.snapshots.prefixes import KEY_BYTES, common_tokens, token_key
 from edgellm.snapshots.snapshot import Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import file_identity, same_content, touch
 
@@ -22,6 +21,16 @@ logger = logging.getLogger("edgellm.snapshots")
 MEMORY_BUDGET = 1 << 30
 #: Maps of verified files that are kept open, so that their content is not hashed again.
 _MOST_MAPS = 32
+#: Of a token in a key.
+_KEY_BYTES = 4
+
+
+def common_tokens(first: bytes, second: bytes) -> int:
+    """How many tokens two keys have in common from their beginning."""
+    longest = min(len(first), len(second)) // _KEY_BYTES
+    one, other = (np.frombuffer(key, np.uint32, longest) for key in (first, second))
+    differs = one != other
+    return int(np.argmax(differs)) if differs.any() else longest
 
 
 @dataclass(eq=False)
@@ -95,11 +104,11 @@ class SnapshotStore:
         """
         prompt, known, common = token_key(prompt_ids), self._known.get(binding, {}), 0
         for key in sorted(known, key=len, reverse=True):  # the longest leave little for others to share
-            if key.startswith(prompt[: KEY_BYTES * (common + 1)]):
+            if key.startswith(prompt[: _KEY_BYTES * (common + 1)]):
                 common = common_tokens(key, prompt)
         if common == 0:
             return None
-        found = [stored for key, stored in known.items() if key.startswith(prompt[: KEY_BYTES * common])]
+        found = [stored for key, stored in known.items() if key.startswith(prompt[: _KEY_BYTES * common])]
         if cut is not None:
             found = [stored for stored in found if cut(stored.facts.tokens, common)]
         if not found or found[0].has_states:

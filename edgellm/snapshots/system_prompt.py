@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from edgellm.errors import RequestError
-from edgellm.snapshots.prefixes import common_tokens, token_key
 from edgellm.text.messages import ENCODER_NAMES, JSONCopy, checked_tools, checked_variables, media_kind, text_of_part
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.functions import described_tools
@@ -165,7 +165,7 @@ def beginning_ids(
         )
         for each in _QUESTIONS
     )
-    return first[: common_tokens(token_key(first), token_key(second))]
+    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
 
 
 def _check_parts(parts: Any) -> None:

@@ -73,7 +73,10 @@ class Structure:
         space, known = self.whitespace, get_args(Whitespace)
         require(isinstance(space, str) and space in known, "whitespace", space, f"one of {', '.join(known)}")
         if self.choice is not None:
-            object.__setattr__(self, "choice", _checked_choices(self.choice))
+            are_some = isinstance(self.choice, (list, tuple)) and len(self.choice) > 0
+            require(are_some, "choice", self.choice, "a list of at least one text")
+            _checked_text("choice", "".join(_checked_text("choice", each) for each in self.choice))
+            object.__setattr__(self, "choice", tuple(dict.fromkeys(self.choice)))
         object.__setattr__(self, "_kind", given[0])
         object.__setattr__(self, "grammar_text", self._grammar_text(given[0]))
         from edgellm.structure.grammar import byte_vocabulary  # llguidance is loaded for structured requests alone
@@ -233,9 +236,3 @@ def _checked_text(kind: str, value: Any) -> str:
     if (size := len(value.encode())) > MOST_BYTES[kind]:
         raise RequestError(f"{kind} has {size} bytes: at most {MOST_BYTES[kind]} are taken, say less in it")
     return value
-
-
-def _checked_choices(value: Any) -> tuple[str, ...]:
-    require(isinstance(value, (list, tuple)) and len(value) > 0, "choice", value, "a list of at least one text")
-    _checked_text("choice", "".join(_checked_text("choice", each) for each in value))
-    return tuple(dict.fromkeys(value))

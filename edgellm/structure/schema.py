@@ -51,7 +51,13 @@ _COUNTS = [("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties
 
 def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
     """The schema with enforced keywords alone, in so many `steps`; RequestError names what is wrong or not enforced."""
-    schema = _copied(schema)
+    schema = JSONCopy("the JSON schema", MOST_VALUES, MOST_LEVELS, inf).of(schema, "the JSON schema")
+    try:
+        size = len(json.dumps(schema, ensure_ascii=False).encode())
+    except ValueError as error:  # a number of more digits than Python writes
+        raise RequestError(f"the JSON schema cannot be written as text: {error}") from error
+    if size > MOST_BYTES:
+        raise RequestError(f"the JSON schema has {size} bytes: at most {MOST_BYTES} are taken, say less in it")
     require(isinstance(schema, (dict, bool)), "a JSON schema", schema, "an object, as in {'type': 'object'}")
     if schema is False:
         raise RequestError("the JSON schema is false, which no value fulfils: say what the answer may be")
@@ -70,18 +76,6 @@ def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
             "less in it"
         )
     return enforced
-
-
-def _copied(schema: Any) -> Any:
-    """A copy of a schema; RequestError for what is no JSON, or more of it than a schema may have."""
-    document = JSONCopy("the JSON schema", MOST_VALUES, MOST_LEVELS, inf).of(schema, "the JSON schema")
-    try:
-        text = json.dumps(document, ensure_ascii=False)
-    except ValueError as error:  # a number of more digits than Python writes
-        raise RequestError(f"the JSON schema cannot be written as text: {error}") from error
-    if (size := len(text.encode())) > MOST_BYTES:
-        raise RequestError(f"the JSON schema has {size} bytes: at most {MOST_BYTES} are taken, say less in it")
-    return document
 
 
 class _Walk:

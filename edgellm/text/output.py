@@ -5,13 +5,12 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+from tokenizers import Tokenizer
 
 from edgellm.engines.formats.small_files import decoded_ids
 from edgellm.text.token_sizes import stages
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 #: Why an answer ended; see `edgellm.requests.Response`.
 FinishReason = Literal["stop", "stop_string", "tool_calls", "length", "context", "cancelled", "deadline"]

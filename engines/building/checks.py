@@ -16,13 +16,13 @@ from edgellm.engines.building.targets import Target
 from edgellm.engines.directories.description import DESCRIPTION_NAME
 from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import holds, is_vacant
-from edgellm.engines.lora.adapter import LARGEST_RANK
 from edgellm.engines.model.config import HEADS, DecoderConfig
 from edgellm.engines.model.limits import (
     DRAFT_RANGES,
     KV_CACHES,
     LARGEST_BATCH,
     LARGEST_CONTEXT,
+    LARGEST_LORA_RANK,
     LARGEST_LORA_SLOTS,
     LARGEST_MAX_IMAGE_PATCHES,
     LARGEST_PREFILL_CHUNK,
@@ -227,7 +227,7 @@ def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> No
     if rank == slots == needed == 0:
         return
     least = f"{max(1, needed)}{' (the rank of an adapter)' if needed else ''}"
-    _require(max(1, needed) <= rank <= LARGEST_RANK, "max_lora_rank", rank, _whole(least, LARGEST_RANK))
+    _require(max(1, needed) <= rank <= LARGEST_LORA_RANK, "max_lora_rank", rank, _whole(least, LARGEST_LORA_RANK))
     _require(1 <= slots <= LARGEST_LORA_SLOTS, "lora_slots", slots, _whole(1, LARGEST_LORA_SLOTS))
 
 

@@ -19,7 +19,7 @@ from edgellm.engines.families.embedding import LAST_TOKEN, MODULES, MODULES_FILE
 from edgellm.engines.families.fields import TAKE_PUBLISHED
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.small_files import read_tokenizer
-from edgellm.engines.gguf.architectures import check_draft
+from edgellm.engines.gguf.architectures import TABLE, check_draft
 from edgellm.engines.gguf.encoders import image_config, is_encoder_of, takes_images
 from edgellm.engines.gguf.metadata import ADVICE, Metadata
 from edgellm.engines.gguf.model_config import model_config
@@ -28,10 +28,7 @@ from edgellm.engines.gguf.tokenizer import tokenizer_config, tokenizer_json, use
 #: What begins the names of published files that go with a tokenizer.
 _OF_TOKENIZERS = ("tokenizer", "special_tokens", "chat_template", TEMPLATE_FOLDER)
 #: What `general.sampling` calls what `generation_config.json` may say of sampling.
-_SAMPLING = {
-    **{"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
-    "penalty_repeat": "repetition_penalty",
-}
+_SAMPLING: dict[str, str] = TABLE["sampling"]
 #: The pooling of an embedding model by llama.cpp's number.
 _LAST = 3
 #: What stands for an encoder where there is to be none.

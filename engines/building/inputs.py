@@ -18,17 +18,7 @@ from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, INDEX_FILE, SINGLE_FILE, VOCABULARY_FILE
 from edgellm.engines.checkpoints.weights import counted
-from edgellm.engines.directories.description import (
-    DRAFT_KEY,
-    FORMAT_VERSION,
-    LORA_KEY,
-    SOURCE_KEY,
-    TOOL_KEY,
-    VISION_KEY,
-    ModelSource,
-    edgellm_version,
-    file_values,
-)
+from edgellm.engines.directories.description import FORMAT_VERSION, ModelSource, edgellm_version, file_values
 from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, published_file_names
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -40,9 +30,8 @@ from edgellm.engines.directories.engine_parts import (
 from edgellm.engines.directories.kernel_folders import description_data
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
 from edgellm.engines.families.audio_encoders import read_audio, without_lost_ears
-from edgellm.engines.families.drafts import read_draft
+from edgellm.engines.families.drafts import has_packed_head, read_draft, read_mtp
 from edgellm.engines.families.embedding import checkpoint_decoder_config
-from edgellm.engines.families.mtp import has_packed_head, read_mtp
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, current_digest, hash_file
@@ -148,20 +137,20 @@ class BuildInputs:
             "files": file_values(own),
         }
         if self.draft is not None:
-            values[DRAFT_KEY] = {"config": plain_values(self.draft), "files": file_values(files, _DRAFT_PREFIX)}
+            values["draft"] = {"config": plain_values(self.draft), "files": file_values(files, _DRAFT_PREFIX)}
         if self.adapter_ranks:
-            values[LORA_KEY] = {
+            values["lora"] = {
                 name: {"rank": rank, "files": file_values(files, f"{_LORA_PREFIX}{name}/")}
                 for name, rank in self.adapter_ranks.items()
             }
         if self.vision is not None:
-            values[VISION_KEY] = {"config": plain_values(self.vision)}
+            values["vision"] = {"config": plain_values(self.vision)}
             if apart := file_values(files, _VISION_PREFIX):
-                values[VISION_KEY]["files"] = apart
+                values["vision"]["files"] = apart
         if tool_format is not None:
-            values[TOOL_KEY] = tool_format
+            values["tool_format"] = tool_format
         if source is not None:
-            values[SOURCE_KEY] = plain_values(source)
+            values["source"] = plain_values(source)
         return description_data(values)
 
 

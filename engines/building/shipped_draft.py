@@ -14,7 +14,7 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import BuildError, CheckpointError
-from edgellm.engines.families.mtp import has_mtp, missing_mtp
+from edgellm.engines.families.drafts import has_mtp, missing_mtp
 from edgellm.engines.formats.digests import FileDigest, hash_file
 from edgellm.engines.formats.small_files import read_text, read_tokenizer
 from edgellm.engines.formats.strict_formats import is_integer

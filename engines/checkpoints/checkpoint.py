@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.delayed_norms import with_delayed_norms
-from edgellm.engines.checkpoints.tensor_names import experts_apart, unwrapped
+from edgellm.engines.checkpoints.tensor_names import TABLE, experts_apart, unwrapped
 from edgellm.engines.checkpoints.weight_files import (
     HEAD_FILE,
     SINGLE_FILE,
@@ -47,22 +47,16 @@ _MODEL, _EMBEDDING, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weig
 _NORM = "model.norm.weight"
 _BARE = ("embed_tokens.weight", "norm.weight")
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
-_HARMLESS_ENDINGS = (
-    *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
-    *("rotary_pos_emb.inv_freq", "vision_model.embeddings.position_ids"),
-)
+_HARMLESS_ENDINGS: tuple[str, ...] = tuple(TABLE["harmless"])
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
 _TOKEN_ROWS = "model.embed_tokens_per_layer.weight"
 #: Weights of two dimensions that are no linear layer's. They are packed where their tensors say so: what packs all
 #: linear layers leaves them alone.
-_TABLES = (_TOKEN_ROWS, "embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
+_TABLES: tuple[str, ...] = tuple(TABLE["tables"])
 _WEIGHT = ".weight"
 #: What chooses experts.
-_ROUTERS = (
-    *("mlp.gate.weight", "mlp.shared_expert_gate.weight", "feed_forward.gate.weight", "router.layer.weight"),
-    "mixer.gate.weight",
-)
+_ROUTERS: tuple[str, ...] = tuple(TABLE["routers"])
 
 
 class Checkpoint(Closing):
@@ -103,7 +97,8 @@ class Checkpoint(Closing):
         self._head = None if head is None else PackQuantized(head.bits, head.group, head.zeros)
         #: Whether names lack their "model.", as those of a decoder that was saved without its head (EAGLE's has fc).
         self._is_bare = self.tensors.keys() >= set(_BARE) and not any(name.startswith("fc.") for name in self.tensors)
-        self._is_wrapped = stored_tensors.is_wrapped(config)
+        #: Whether the language model's tensors have other names in the files of such a model than by itself.
+        self._is_wrapped = self._is_multimodal or config.get("model_type") == "nemotron_h"
         if self._is_wrapped:
             self.tensors = unwrapped(self.tensors)
         elif self._is_bare:
@@ -152,7 +147,7 @@ class Checkpoint(Closing):
         info = self.info(source)
         ids = offsets + np.arange(len(offsets))
         if ids.size and not 0 <= ids.min() <= ids.max() < info.shape[0]:
-            raise CheckpointError(f"{file}: {mapping} names rows that {source} {_written(info.shape)} does not have")
+            raise CheckpointError(f"{file}: {mapping} names rows that {source} {list(info.shape)} does not have")
         shape = (len(ids), *info.shape[1:])
         name = f"{len(ids)} rows of {info.name}"
         self.tensors[_HEAD] = replace(info, name=name, shape=shape, nbytes=info.nbytes // info.shape[0] * len(ids))
@@ -202,11 +197,8 @@ class Checkpoint(Closing):
         values = self._files[info.file].bytes_of(info)
         if info.dtype not in stored_tensors.STORAGE:
             raise CheckpointError(f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}")
-        found = np.empty(info.shape, np.float32)
-        stored_tensors.float32_into(
-            values.view(stored_tensors.STORAGE[info.dtype]).reshape(info.shape), info.dtype, found
-        )
-        return found
+        stored = values.view(stored_tensors.STORAGE[info.dtype]).reshape(info.shape)
+        return stored_tensors.as_float32(stored, info.dtype)
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor in its own dtype, a read-only view of the file; bfloat16 as its bits, uint16."""
@@ -365,7 +357,7 @@ class Checkpoint(Closing):
             if name == _HEAD and _EMBEDDING in wanted:
                 problems += self._problems_of_tied_head()
             elif not (self.quantization is not None and self._is_idle(name, wanted)):
-                problems.append(f"unknown: {printable(name)} {_written(info.shape)}")
+                problems.append(f"unknown: {printable(name)} {list(info.shape)}")
         return problems
 
     def _stored(self, name: str, shape: Sequence[int]) -> dict[str, Stored]:
@@ -379,7 +371,7 @@ class Checkpoint(Closing):
         """Why a weight of this shape cannot have the layout that it is said to have: one line, or none."""
         layout = self.layout(name, shape)
         problem = layout and layout.problem(*shape)
-        return [f"no {layout.name}: {name} {_written(shape)}: {problem}"] if layout and problem else []
+        return [f"no {layout.name}: {name} {list(shape)}: {problem}"] if layout and problem else []
 
     def _differences(self, wanted: Mapping[str, Stored]) -> list[str]:
         """Which of the wanted tensors are missing, mis-shaped or of dtypes of no use."""
@@ -388,12 +380,12 @@ class Checkpoint(Closing):
             info = self.tensors.get(name)
             if info is None:
                 if not stored.optional:
-                    missing.append(f"missing: {name} {_written(stored.forms[0][0])}")
+                    missing.append(f"missing: {name} {list(stored.forms[0][0])}")
                 continue
             if stored.fits(info.shape, info.dtype):
                 continue
             if (expected := stored.shape_problem(info.shape)) is not None:
-                problems.append(f"wrong shape: {name} is {_written(info.shape)}, expected {expected}")
+                problems.append(f"wrong shape: {name} is {list(info.shape)}, expected {expected}")
             if (expected := stored.dtype_problem(info.shape, info.dtype)) is not None:
                 problems.append(f"wrong dtype: {name} is {info.dtype}, expected {expected}")
         return missing + problems
@@ -449,7 +441,7 @@ def not_finite_error(info: TensorInfo, values: np.ndarray, index: int) -> Checkp
     """The error for a tensor whose `values`, as the file has them, are infinite or NaN at `index` (in C order)."""
     found = stored_tensors.value_and_place(values, info.dtype, index)
     return CheckpointError(
-        f"{info.file}: tensor {info.name!r} ({info.dtype} {_written(info.shape)}) is {found}, expected finite numbers: "
+        f"{info.file}: tensor {info.name!r} ({info.dtype} {list(info.shape)}) is {found}, expected finite numbers: "
         "no answer computed with it is of use. Copy the checkpoint anew from its source and build the engine directory "
         "again; where the source has it so, take another release of the model"
     )
@@ -459,7 +451,3 @@ def not_finite_error(info: TensorInfo, values: np.ndarray, index: int) -> Checkp
 def _tensors(layout: Layout, rows: int, columns: int) -> Mapping[str, Stored]:
     """The same for each of thousands of experts."""
     return layout.tensors(rows, columns)
-
-
-def _written(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"

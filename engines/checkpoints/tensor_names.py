@@ -3,9 +3,11 @@ checkpoint stacks them in one tensor, as slices of the same mapped file."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError
@@ -14,27 +16,12 @@ from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.formats.tensors import language_model_name
 from edgellm.engines.model.config import LARGEST_EXPERTS
 
-_MLP, _GATE_UP, _DOWN = ".mlp.experts.", ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
 #: How the name of a stack [E, rows, columns] ends; what its experts' names have in that place, and what stands one
-#: behind the other in the rows of each.
-_STACKS = {
-    ".mlp.experts.gate_up_proj": (_MLP, _GATE_UP),
-    ".mlp.experts.down_proj": (_MLP, _DOWN),
-    ".feed_forward.experts.gate_up_proj": (".feed_forward.experts.", ("w1.weight", "w3.weight")),
-    ".feed_forward.experts.down_proj": (".feed_forward.experts.", ("w2.weight",)),
-    **{f".mixer.experts.{each}_proj": (".mixer.experts.", (f"{each}_proj.weight",)) for each in ("up", "down")},
-    ".block_sparse_moe.input_linear.weight": (".block_sparse_moe.experts.", _GATE_UP),
-    ".block_sparse_moe.output_linear.weight": (".block_sparse_moe.experts.", _DOWN),
-    **{f".experts.{name}_proj": (".experts.", own) for name, own in (("gate_up", _GATE_UP), ("down", _DOWN))},
-}
+#: behind the other in the rows of each. gpt-oss's are transposed, or in blocks [E, rows, blocks, 16] with scales [E,
+#: rows, blocks]; gate and up are one tensor.
+TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 #: How the name of a stack's scales ends, of Hugging Face's FP8: each is that of a block of rows and columns.
 _SCALES = "_scale_inv"
-#: gpt-oss's: transposed, or in blocks [E, rows, blocks, 16] with scales [E, rows, blocks]. Gate and up are one tensor.
-_OF_GPT_OSS = {
-    f".mlp.experts.{name}{ending}": (_MLP, (f"{name}.weight{ending}",))
-    for name in ("gate_up_proj", "down_proj")
-    for ending in ("", "_blocks", "_scales")
-}
 
 
 def experts_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
@@ -42,7 +29,7 @@ def experts_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) 
     the names that checkpoints have which do not stack them. `config` is their `config.json`. CheckpointError where an
     expert's tensor is there twice, in a stack and by itself."""
     found: dict[str, TensorInfo] = {}
-    stacks = _OF_GPT_OSS if config.get("model_type") == "gpt_oss" else _STACKS
+    stacks = TABLE["gpt_oss" if config.get("model_type") == "gpt_oss" else "stacks"]
     for name, info in tensors.items():
         stack = name.removesuffix(_SCALES)  # itself, or whose scales these are
         ending = next((each for each in stacks if stack.endswith(each)), "")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.formats.safetensors_file import LARGEST_COUNT, are_counts, brief, is_count
+from edgellm.engines.formats.safetensors_file import LARGEST_COUNT, TYPES_OF_FILES, are_counts, brief, is_count
 
 #: The largest pickle that is read, in bytes; the weights themselves lie outside it.
 LARGEST_PICKLE = 64 << 20
@@ -236,19 +236,7 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 #: PyTorch's classes of storages: the project's name of the dtype, and the bytes of one element.
-STORAGES = {
-    "DoubleStorage": ("float64", 8),
-    "FloatStorage": ("float32", 4),
-    "HalfStorage": ("float16", 2),
-    "BFloat16Storage": ("bfloat16", 2),
-    "LongStorage": ("int64", 8),
-    "IntStorage": ("int32", 4),
-    "ShortStorage": ("int16", 2),
-    "CharStorage": ("int8", 1),
-    "ByteStorage": ("uint8", 1),
-    "BoolStorage": ("bool", 1),
-    "UntypedStorage": ("untyped", 1),
-}
+STORAGES: dict[str, tuple[str, int]] = {name: tuple(own) for name, own in TYPES_OF_FILES["torch"].items()}
 
 
 @dataclass(frozen=True)

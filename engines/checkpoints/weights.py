@@ -16,7 +16,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted, not_finite_error
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.digests import is_known_finite, remember_finite
-from edgellm.engines.formats.tensors import STORAGE, contiguous, float32_into
+from edgellm.engines.formats.tensors import STORAGE, as_float32, contiguous, float32_into
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import MAPPING
 from edgellm.engines.quantization.stored import StoredWeight
@@ -95,12 +95,8 @@ def _float32(part: _Part) -> np.ndarray:
     if callable(part):
         packed = part().unpacked()
         return packed.values() if packed.input_scales is None else packed.values() * packed.input_scales
-    values, dtype = part[0](), part[1]
-    if dtype == "float32":
-        return values
-    target = np.empty(values.shape, np.float32)
-    float32_into(values, dtype, target)
-    return target
+    values, dtype = part
+    return as_float32(values(), dtype)
 
 
 def load_numpy_weights(

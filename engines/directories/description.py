@@ -14,8 +14,6 @@ from edgellm.kernels.atomic_write import write_atomically
 
 DESCRIPTION_NAME = "edgellm.json"
 FORMAT_VERSION = 1
-#: What a description may have beside what each has.
-DRAFT_KEY, LORA_KEY, VISION_KEY, TOOL_KEY, SOURCE_KEY = "draft", "lora", "vision", "tool_format", "source"
 
 
 @dataclass(frozen=True)

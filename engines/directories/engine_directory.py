@@ -10,17 +10,7 @@ from pathlib import Path
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, INDEX_FILE, SINGLE_FILE, foreign_model
 from edgellm.engines.directories import engine_parts, kernel_folders
-from edgellm.engines.directories.description import (
-    DESCRIPTION_NAME,
-    DRAFT_KEY,
-    FORMAT_VERSION,
-    LORA_KEY,
-    SOURCE_KEY,
-    TOOL_KEY,
-    VISION_KEY,
-    ModelSource,
-    edgellm_version,
-)
+from edgellm.engines.directories.description import DESCRIPTION_NAME, FORMAT_VERSION, ModelSource, edgellm_version
 from edgellm.engines.errors import CheckpointError, EngineDirectoryError
 from edgellm.engines.families.audio_encoders import read_audio
 from edgellm.engines.families.embedding import MODULES_FILE, POOLING_FILE, PROMPTS_FILE
@@ -60,7 +50,10 @@ _PARTS = {
     "vision": ("vision encoder", "--vision VISION_DIR, or from a multimodal CHECKPOINT"),
     "audio": ("encoder of speech", "from a CHECKPOINT that has one"),
 }
-_KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
+_KEYS = (
+    *("format_version", "created_with", "config", "dtype", "attention", "limits", "files"),
+    *("draft", "lora", "vision", "tool_format", "source", kernel_folders.KERNELS_KEY),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,7 +344,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     version = values.get("format_version", "int")
     if version != FORMAT_VERSION:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
-    values.refuse_other_keys(*_KEYS, DRAFT_KEY, LORA_KEY, VISION_KEY, TOOL_KEY, SOURCE_KEY, kernel_folders.KERNELS_KEY)
+    values.refuse_other_keys(*_KEYS)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     config = values.object("config").dataclass(DecoderConfig, mixture=Mixture)
     for name, bound in context_bounds(config).items():
@@ -359,15 +352,15 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
             raise values.error(f"'kv_capacity' is {limits.kv_capacity}, by {name} expected at most {bound}")
     if (problem := limits.window_problem(config)) is not None:
         raise values.object("limits").error(f"'window_rows': {problem}")
-    if DRAFT_KEY in values.values:
-        draft = engine_parts.parse_draft(path / engine_parts.DRAFT_FOLDER, values.object(DRAFT_KEY))
+    if (own := values.optional("draft")) is not None:
+        draft = engine_parts.parse_draft(path / engine_parts.DRAFT_FOLDER, own)
     features = draft.config.feature_layers if draft else (config.num_layers,) if config.is_embedding else ()
     block = None if draft is None else draft.config.block
     if (draft is None) == limits.has_draft or config.feature_layers != features:
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
     if limits.draft_block != (0 if block is None else block.size) or (block and limits.draft_steps >= block.size):
         raise values.error("'draft' and 'limits' disagree on the block that the draft fills")
-    vision = engine_parts.parse_vision(path, values.object(VISION_KEY)) if VISION_KEY in values.values else None
+    vision = None if (own := values.optional("vision")) is None else engine_parts.parse_vision(path, own)
     if (vision is None) == bool(limits.image_rows) or list(limits.image_rows) != sorted(set(limits.image_rows)):
         raise values.error(
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
@@ -377,11 +370,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     files = engine_parts.parse_files(values.object("files"))
     engine_parts.check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
     engine_parts.check_agreement(values, config, draft, None if vision is None else vision.config)
-    adapters = (
-        engine_parts.parse_adapters(path / engine_parts.LORA_FOLDER, values.object(LORA_KEY))
-        if LORA_KEY in values.values
-        else {}
-    )
+    adapters = engine_parts.parse_adapters(path / engine_parts.LORA_FOLDER, values.optional("lora"))
     if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
         adapter.rank > limits.max_lora_rank for adapter in adapters.values()
     ):
@@ -398,11 +387,9 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         description_sha256=kernel_folders.digest_without_kernels(data, values.values),
         draft=draft,
         vision=vision,
-        tool_format=values.get(TOOL_KEY, "str") if TOOL_KEY in values.values else None,
-        source=values.object(SOURCE_KEY).dataclass(ModelSource) if SOURCE_KEY in values.values else None,
-        kernels=kernel_folders.parse_kernels(values.object(kernel_folders.KERNELS_KEY))
-        if kernel_folders.KERNELS_KEY in values.values
-        else {},
+        tool_format=values.get("tool_format", "str") if "tool_format" in values.values else None,
+        source=None if (own := values.optional("source")) is None else own.dataclass(ModelSource),
+        kernels=kernel_folders.parse_kernels(values.optional(kernel_folders.KERNELS_KEY)),
     )
 
 

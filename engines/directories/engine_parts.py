@@ -33,18 +33,13 @@ LORA_FOLDER = "lora"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 #: What a vision encoder of a family always has.
 _FAMILY_FIELDS = {
-    "llava": ("image_size", "feature_layers"),
-    "gemma3": ("image_size", "feature_layers"),
-    "paligemma": ("image_size", "feature_layers"),
+    **dict.fromkeys(("llava", "gemma3", "paligemma", "smolvlm"), ("image_size", "feature_layers")),
+    **dict.fromkeys(("qwen3_vl", "qwen3_5"), ("num_position_embeddings",)),
+    **dict.fromkeys(("minicpmv4_6", "gemma4"), ("num_position_embeddings", "feature_layers")),
     "mistral3": ("feature_layers",),
     "qwen2_5_vl": ("window_size",),
-    "qwen3_vl": ("num_position_embeddings",),
-    "qwen3_5": ("num_position_embeddings",),
-    "smolvlm": ("image_size", "feature_layers"),
     "lfm2_vl": ("num_position_embeddings", "feature_layers", "projector_size"),
     "internvl": ("image_size", "feature_layers", "class_token"),
-    "minicpmv4_6": ("num_position_embeddings", "feature_layers"),
-    "gemma4": ("num_position_embeddings", "feature_layers"),
 }
 #: The folder of further chat templates (`tool_use.jinja`), each a file of the model.
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -132,9 +127,11 @@ def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     return EngineDraft(folder, config, files)
 
 
-def parse_adapters(folder: Path, values: JSONObject) -> dict[str, EngineAdapter]:
-    """The section "lora"."""
-    adapters = {}
+def parse_adapters(folder: Path, values: JSONObject | None) -> dict[str, EngineAdapter]:
+    """The section "lora", if there is one."""
+    adapters: dict[str, EngineAdapter] = {}
+    if values is None:
+        return adapters
     for name in values.values:
         if not is_adapter_name(name):
             raise values.error(f"{name!r} is not a plain name")
@@ -151,9 +148,9 @@ def parse_vision(path: Path, values: JSONObject) -> EngineVision:
     """The section "vision" of the engine directory `path`."""
     values.refuse_other_keys("config", "files")
     config = values.object("config").dataclass(VisionConfig)
-    if "files" not in values.values:
+    if (files := values.optional("files")) is None:
         return EngineVision(path, config)
-    return EngineVision(path / VISION_FOLDER, config, parse_files(values.object("files")))
+    return EngineVision(path / VISION_FOLDER, config, parse_files(files))
 
 
 def check_head(config: JSONObject, head: str, columns: int, has_file: bool) -> None:

@@ -19,8 +19,10 @@ KERNELS_FOLDER = "kernels"
 KERNELS_KEY = "kernels"
 
 
-def parse_kernels(values: JSONObject) -> dict[str, FileDigest]:
-    """The section "kernels": digests of manifests by the names of their folders."""
+def parse_kernels(values: JSONObject | None) -> dict[str, FileDigest]:
+    """The section "kernels", if there is one: digests of manifests by the names of their folders."""
+    if values is None:
+        return {}
     for name in values.values:
         if architecture_of(name) is None:
             raise values.error(f"{name!r} is no folder of kernels, expected a name such as sm_87-cuda13.0")

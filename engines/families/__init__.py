@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families import gemma, gemma4, hybrid, llama, mixtures, qwen, vision_language
+from edgellm.engines.families import gemma, hybrid, llama, mixtures, qwen, vision_language
 from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import TAKE_PUBLISHED, ConfigFields
 from edgellm.engines.formats.strict_formats import as_json
@@ -21,8 +21,8 @@ _LISTED = (
     *(hybrid.QWEN3_5_TEXT, mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITE_MOE, mixtures.LFM2_MOE),
     *(mixtures.GPT_OSS, mixtures.NEMOTRON_H, mixtures.QWEN3_5_MOE_TEXT, mixtures.QWEN3_5_MOE, mixtures.QWEN3_VL_MOE),
     *(qwen.QWEN2_5_VL, qwen.QWEN3_VL, vision_language.LLAVA, vision_language.GEMMA3_WITH_IMAGES),
-    *(vision_language.MISTRAL3, hybrid.QWEN3_5, gemma4.GEMMA4_TEXT, gemma4.GEMMA4, gemma4.GEMMA4_UNIFIED_TEXT),
-    *(gemma4.GEMMA4_UNIFIED, vision_language.QWEN3_ASR, vision_language.PALIGEMMA, vision_language.VOXTRAL),
+    *(vision_language.MISTRAL3, hybrid.QWEN3_5, gemma.GEMMA4_TEXT, gemma.GEMMA4, gemma.GEMMA4_UNIFIED_TEXT),
+    *(gemma.GEMMA4_UNIFIED, vision_language.QWEN3_ASR, vision_language.PALIGEMMA, vision_language.VOXTRAL),
     *(vision_language.QWEN2_AUDIO, vision_language.SMOLVLM, vision_language.IDEFICS3, vision_language.LFM2_VL),
     *(vision_language.INTERNVL, vision_language.MINICPMV4_6),
     vision_language.VOXTRAL_REALTIME,

@@ -23,7 +23,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.decoders import class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
-from edgellm.engines.families.gemma4_audio import conformer_inputs, conformer_program, read_gemma4_audio
+from edgellm.engines.families.gemma4_encoders import conformer_inputs, conformer_program, read_gemma4_audio, waves
 from edgellm.engines.families.realtime_audio import read_realtime, realtime_inputs, realtime_program
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
 from edgellm.engines.model.audio import AudioConfig, ConformerConfig, RealtimeConfig, convolved
@@ -42,8 +42,8 @@ _VOXTRAL_SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size
 _WHISPER = {"voxtral": 3072, "qwen2_audio": 4096}
 #: Inputs that name the even and the odd rows of Qwen2-Audio's.
 _PAIRS = ("even_rows", "odd_rows")
-#: Layer norms have PyTorch's own; positions are sines and cosines of waves up to so long (Vaswani et al. 2017).
-_EPSILON, _LONGEST_WAVE = 1e-5, 10000.0
+#: Layer norms have PyTorch's own.
+_EPSILON = 1e-5
 #: Far above any published encoder's: bands and half the frames of a chunk.
 _LARGEST_CHUNK = 4096
 #: What begins the tensors of the encoder of images beside Gemma 4's.
@@ -74,7 +74,7 @@ def audio_config(config_json: dict[str, Any], names: Iterable[str] = ()) -> Audi
     read = {"gemma4": read_gemma4_audio, "voxtral_realtime": read_realtime}.get(family, _read_transformer)
     parts = "audio_tower", "embed_audio" if family == "gemma4" else "multi_modal_projector"
     tower, projector = (first_prefix((f"model.{part}.", f"{part}."), names) for part in parts)
-    fields = ConfigFields(config_json, None, family)
+    fields = ConfigFields(filled(config_json, class_defaults(family)), None, family)
     config = read(fields, (tower, projector))
     fields.raise_problems()
     return config
@@ -89,11 +89,10 @@ def without_lost_ears(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderC
 
 
 def _read_transformer(top: ConfigFields, prefixes: tuple[str, str]) -> AudioConfig:
-    raw, family = top.values.get("audio_config"), top.family
+    family = top.family
     sizes = _VOXTRAL_SIZES if family == "voxtral" else _SIZES
     usual = class_defaults(f"{family if family in _WHISPER else 'qwen3_asr'}_encoder")
-    given = filled(raw if isinstance(raw, dict) else {}, usual, is_part=True)
-    fields = ConfigFields(given, None, "audio_config")
+    fields = ConfigFields(filled(top.section("audio_config"), usual, is_part=True), None, "audio_config")
     if fields.values.get("scale_embedding"):
         fields.refuse("scale_embedding", True, "supported is false")
     fields.word("activation_function", {"gelu": "gelu", None: "gelu"})
@@ -105,7 +104,7 @@ def _read_transformer(top: ConfigFields, prefixes: tuple[str, str]) -> AudioConf
         "intermediate_size": fields.size(inner),
         "hidden_size": fields.size(width),
     }
-    own = _whisper(fields, top.values, read) if family in _WHISPER else _qwen3_asr(fields)
+    own = _whisper(fields, top, read) if family in _WHISPER else _qwen3_asr(fields)
     hidden, count = read["hidden_size"], read["num_heads"]
     if count and (hidden % count or hidden % 2 or hidden < 4):
         fields.expect(width, hidden, f"a multiple of 2 and of {heads}, {count}, from 4 on")
@@ -135,7 +134,7 @@ def _qwen3_asr(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
-def _whisper(fields: ConfigFields, top: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+def _whisper(fields: ConfigFields, top: ConfigFields, read: Mapping[str, Any]) -> dict[str, Any]:
     hidden, inner, merged = read["hidden_size"], read["intermediate_size"], 2
     positions = fields.size("max_source_positions", largest=LARGEST_AUDIO_ROWS)
     if read["family"] == "voxtral":
@@ -145,11 +144,10 @@ def _whisper(fields: ConfigFields, top: Mapping[str, Any], read: Mapping[str, An
             fields.expect("intermediate_size", inner, expected)
     elif positions % 2:
         fields.expect("max_source_positions", positions, "an even number: the mean of two rows becomes one token")
-    text = top.get("text_config")
-    whole = ConfigFields({**(text if isinstance(text, dict) else {})}, None, "text_config")
+    whole = ConfigFields(top.section("text_config"), None, "text_config")
     out = whole.size("hidden_size", _WHISPER[read["family"]])
     whole.raise_problems()
-    activation = top.get("projector_hidden_act", "gelu")
+    activation = top.values.get("projector_hidden_act", "gelu")
     if activation != "gelu":
         fields.refuse("projector_hidden_act", activation, "supported is gelu")
     return {
@@ -186,9 +184,8 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, frames: int, first: in
 
 @lru_cache(maxsize=4)
 def _positions(rows: int, chunks: int, half: int) -> np.ndarray:
-    """[1, chunks * rows, 2 half] float32: sines, then cosines, of the places of each chunk's rows."""
-    angles = np.arange(rows)[:, None] * np.exp(-np.log(_LONGEST_WAVE) / (half - 1) * np.arange(half))
-    return np.tile(np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32), (chunks, 1))[None]
+    """[1, chunks * rows, 2 half] float32: `waves` of the places of each chunk's rows."""
+    return np.tile(waves(rows, half), (chunks, 1))[None]
 
 
 def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool, limits: EngineLimits) -> dict[str, int]:

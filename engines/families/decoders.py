@@ -36,7 +36,7 @@ class Family:
     @property
     def defaults(self) -> dict[str, Any]:
         """What its class takes for fields that a file leaves out."""
-        return class_defaults(self.like or self.name) if self.like or self.name in _CLASSES else {}
+        return class_defaults(self.like or self.name)
 
 
 def family_of(name: str, architecture: str) -> Callable[[Callable[[ConfigFields], DecoderConfig]], Family]:
@@ -52,8 +52,8 @@ _CLASSES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defau
 @cache
 def class_defaults(name: str) -> dict[str, Any]:
     """What the class of a model takes for fields that a file leaves out, by its `model_type`, or that of a part of one:
-    "qwen3_asr_text" is the language model inside "qwen3_asr"."""
-    own = _CLASSES[name]
+    "qwen3_asr_text" is the language model inside "qwen3_asr". Nothing of a class that is not known."""
+    own = _CLASSES.get(name, {})
     return (class_defaults(own["like"]) if "like" in own else {}) | {key: own[key] for key in own if key != "like"}
 
 
@@ -206,8 +206,8 @@ def text_fields(fields: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFiel
 
 def inner_family(fields: ConfigFields, *families: Family) -> Family:
     """Which of the families the language model is of; the first where the file does not say, or names another."""
-    nested, known = fields.values.get("text_config"), {family.name: family for family in families}
-    kind = nested.get("model_type", families[0].name) if isinstance(nested, dict) else families[0].name
+    known = {family.name: family for family in families}
+    kind = fields.section("text_config").get("model_type", families[0].name)
     if isinstance(kind, str) and kind in known:
         return known[kind]
     fields.refuse("text_config: model_type", kind, f"supported are {', '.join(known)}")
@@ -220,24 +220,20 @@ def read_inner(fields: ConfigFields, *families: Family) -> DecoderConfig:
     return family.read(text_fields(fields, family.defaults))
 
 
-def vision_fields(fields: ConfigFields) -> dict[str, Any]:
-    """The vision encoder's fields, as they are."""
-    values = fields.values.get("vision_config")
-    return values if isinstance(values, dict) else {}
-
-
 def with_image_tokens(
-    config: DecoderConfig, fields: ConfigFields, key: str, default: int | None, merge_size: int | None = None
+    config: DecoderConfig, fields: ConfigFields, default: int | None = None, merge_size: int | None = None
 ) -> DecoderConfig:
-    """The config with the id of image tokens, and how many patches become one (`merge_size` where the file does not
-    say). Models for which that is to be said (Qwen's) take videos, too, where the vocabulary has the token of these."""
+    """The config with the id of image tokens, and how many patches become one (`default` and `merge_size` where the
+    file does not say). Models for which that is to be said (Qwen's) take videos, too, where the vocabulary has the
+    token of these."""
     largest = max(0, config.vocab_size - 1)
+    key = fields.image_key if merge_size is None else "image_token_id"
     token = fields.token_id(key, default, largest=largest)
     if merge_size is not None:
         video = fields.values.get("video_token_id")
         if is_integer(video) and 0 < video <= largest:  # a small vocabulary has none
             config = replace(config, video_token_id=video)
-        found = vision_fields(fields).get("spatial_merge_size")
+        found = fields.section("vision_config").get("spatial_merge_size")
         if found is not None and (not is_integer(found) or found < 1):
             fields.expect("vision_config: spatial_merge_size", found, "a whole number above 0")
         elif found is not None:

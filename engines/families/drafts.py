@@ -7,12 +7,17 @@ EAGLE-3's names and a learned feature `mask_hidden` for tokens that are not ther
 rank. Gemma 4's assistants are models of another width than their base's, which project its embedding and last state and
 have no keys and values: they would need attention that reads rows without writing any, of windows and of int8, too, in
 each of its kernels, and a tree whose levels stand at one position.
-"""
+
+Heads for multi-token prediction (Qwen3.5's and Nemotron-H's, 3 Super and 3.5 Lightning) ship inside a checkpoint, where
+their tensors' names begin with "mtp.". `transformers` leaves these out when it saves a model, and `config.json` still
+speaks of them: no tensor at all is no head, some of them are a fault."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -21,6 +26,8 @@ from edgellm.engines.families.eagle import DraftReader
 from edgellm.engines.families.fields import counted
 from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.config import DFLASH, LARGEST_DEPTH, DecoderConfig, DraftBlock, DraftConfig
+from edgellm.engines.model.decoder import as_published, head_weight_name
+from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
 from edgellm.engines.model.limits import LARGEST_DRAFT_BLOCK
 
 _ADVICE = "Take a draft that was trained for this very base, with the config.json that was published with it."
@@ -49,8 +56,8 @@ class DraftKind:
     name: str
     does: str
     word: str
-    keys: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()
+    keys: Sequence[str] = ()
+    tensors: Sequence[str] = ()
 
     def signs(self, config: dict[str, Any], tensors: Collection[str]) -> Iterator[str]:
         """What shows that a draft is of this kind, in words."""
@@ -65,60 +72,12 @@ class DraftKind:
                 yield f"{'.'.join((*folder, key))} is {as_json(value)}"
         yield from (f"config.json has {key}" for key in self.keys if config.get(key) is not None)
         for name in tensors:
-            if name.removeprefix("model.").removeprefix("logit_head.").startswith(self.tensors):
+            if name.removeprefix("model.").removeprefix("logit_head.").startswith(tuple(self.tensors)):
                 yield f"the weights have {name:.120}"
 
 
 #: The more particular ones first: DSpark, Domino and DFlash2 have all signs of DFlash.
-_OTHER_DRAFTS = (
-    DraftKind(
-        "EAGLE-4",
-        "looks back on a window and picks its candidates by a head of low rank; its licence is source-available, so "
-        "that it is not implemented here",
-        "eagle4",
-        keys=("efficient_lm_head_config",),
-        tensors=("efficient_lm_head",),
-    ),
-    DraftKind(
-        "DFlash2",
-        "drafts a block of tokens in one pass with convolutions, then walks it with a selector of candidates",
-        "dflash2",
-        tensors=("candidate_selector.",),
-    ),
-    DraftKind(
-        "LiLiCorr",
-        "drafts a block of tokens in one pass, then ranks its candidates by a small transformer",
-        "lilicorr",
-        tensors=("lilicorr_",),
-    ),
-    DraftKind(
-        "Domino",
-        "drafts a block of tokens in one pass, then corrects their logits by a recurrent network",
-        "domino",
-        tensors=("prefix_gru.",),
-    ),
-    DraftKind(
-        "DSpark",
-        "drafts a block of tokens in one pass, then corrects each token's logits by the one before it",
-        "dspark",
-        keys=("dspark_target_layer_ids", "dspark_noise_token_id", "markov_rank"),
-        tensors=("markov_head.", "confidence_head."),
-    ),
-    DraftKind(
-        "P-EAGLE",
-        "drafts all tokens in one pass, from a learned feature where the base has none yet",
-        "peagle",
-        keys=("ptd_token_id",),
-        tensors=("mask_hidden",),
-    ),
-    DraftKind(
-        "Gemma 4 assistant",
-        "only reads keys and values of its base, at one position for all it guesses, where attention here writes rows",
-        "assistantforcausallm",
-        keys=("backbone_hidden_size",),
-        tensors=("pre_projection.", "masked_embedding."),
-    ),
-)
+_OTHER_DRAFTS = [DraftKind(**each) for each in json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))]
 #: What is read by `BlockDraftReader`.
 _DFLASH = DraftKind("DFlash", "", "dflash", keys=("dflash_config",), tensors=("hidden_norm.",))
 
@@ -221,3 +180,65 @@ class BlockDraftReader(DraftReader):
             return value
         self.fields.expect(key, value, f"a whole number from {least} to {most}")
         return least
+
+
+_PREFIX = "mtp."
+#: By `DecoderConfig.naming`, the fields that describe a head, the number of its layers first: what they may be, beside
+#: null, and that in words.
+_FIELDS: dict[str, dict[str, tuple[list[Any], str]]] = json.loads(
+    Path(__file__).with_name("mtp.json").read_text("utf-8")
+)
+_LEAVE_OUT = "or leave the head out: edgellm build --no-mtp"
+
+
+def has_mtp(checkpoint: Checkpoint, base: DecoderConfig) -> bool:
+    """Whether a checkpoint has tensors of a head that its family knows, be they all of it or not."""
+    return base.naming in _FIELDS and any(name.startswith(_PREFIX) for name in checkpoint.tensors)
+
+
+def missing_mtp(checkpoint: Checkpoint, base: DecoderConfig) -> str:
+    """Why there is no head to draft with, in a sentence that begins with the checkpoint's place."""
+    if base.naming not in _FIELDS:
+        return f"{checkpoint.path} has no head for multi-token prediction: models of {base.family} are made without one"
+    key = next(iter(_FIELDS[base.naming]))
+    depth = _fields(checkpoint).get(key)
+    said = f", though config.json has {key} {as_json(depth)}: whoever saved it left them out" if depth else ""
+    return f"{checkpoint.path} has no head for multi-token prediction: no tensor's name begins with {_PREFIX}{said}"
+
+
+def read_mtp(checkpoint: Checkpoint, base: DecoderConfig, vocabulary: int | None = None) -> DraftConfig:
+    """The head in the checkpoint of `base`, with so many rows of the base's head (None: all), checked whole.
+
+    Raises UnsupportedModelError for a head of several layers, or with an embedding of its own, and CheckpointError
+    where there is none, or half of one, or the rows of a packed head are asked for; either says what to do.
+    """
+    if not has_mtp(checkpoint, base):
+        raise CheckpointError(f"{missing_mtp(checkpoint, base)}. Take the checkpoint as its makers published it")
+    fields = _fields(checkpoint)
+    for key, (supported, words) in _FIELDS[base.naming].items():
+        value = fields.get(key)
+        if value is not None and not any(value == each and type(value) is type(each) for each in supported):
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: {key} is {as_json(value)}, {words}. Take another release, {_LEAVE_OUT}"
+            )
+    specs = [spec for spec in draft_weights(mtp_draft(base)) if spec.parts]
+    if problems := checkpoint.problems(specs, within=_PREFIX):
+        raise CheckpointError(
+            f"{checkpoint.path}: its head for multi-token prediction is not whole, {counted(problems)}\n"
+            f"Copy the checkpoint anew from its source, {_LEAVE_OUT}"
+        )
+    if vocabulary is not None and has_packed_head(checkpoint, base):
+        raise CheckpointError(
+            f"{checkpoint.path}: {head_weight_name(as_published(base))} is packed as published, and a draft takes "
+            "single rows of a dense head alone. Leave --draft-vocabulary out: it reads the whole head then"
+        )
+    return mtp_draft(base, vocabulary)
+
+
+def has_packed_head(checkpoint: Checkpoint, base: DecoderConfig) -> bool:
+    return checkpoint.layout(head_weight_name(as_published(base)), (base.vocab_size, base.hidden_size)) is not None
+
+
+def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
+    part = checkpoint.config.get("text_config")
+    return part if isinstance(part, dict) else checkpoint.config

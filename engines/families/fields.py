@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
+from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number, is_whole
 from edgellm.engines.model.config import FAR_SCALING, LARGEST_DEPTH
 from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, TRAINED_LENGTH, scaling_problems
 
@@ -15,19 +17,7 @@ from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, TRAINED_LENGTH
 TAKE_PUBLISHED = "Take config.json as it was published with the weights."
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1,)),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
-    **dict.fromkeys(("use_bidirectional_attention", "lm_head_bias", "attention_out_bias"), (False,)),
-    **dict.fromkeys(("use_qk_norm", "qk_layernorm"), (False,)),
-    **dict.fromkeys((*_EXPERTS, "n_shared_experts", "first_k_dense_replace"), (0,)),
-    **dict.fromkeys(("n_group", "topk_group", "moe_layer_freq", "routed_scaling_factor"), (1,)),
-    **{"scoring_func": ("softmax",), "score_function": ("softmax",), "topk_method": ("greedy",)},
-    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), ()),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
-    **dict.fromkeys(("attention_multiplier", "attention_chunk_size", "clip_qkv"), ()),
-    "no_rope_layers": ([],),
-}
+_NEUTRAL_VALUES: dict[str, list[Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 _FEATURES = dict.fromkeys(_EXPERTS, "mixture of experts") | {"attention_chunk_size": "chunked attention"}
 _DTYPES = ("float16", "bfloat16", "float32")
 _LAYER_TYPES = {"full_attention": "attention", "sliding_attention": "window"}
@@ -69,6 +59,10 @@ class ConfigFields:
         """A whole number from 1 to `largest`; `default` stands for absence and null, else the field is required."""
         return self._whole_number(key, default, "a whole number", 1, largest) or 0
 
+    def count(self, key: str, default: int | None, largest: int) -> int:
+        """A whole number from 0 to `largest`; `default` stands for absence and null, else the field is required."""
+        return self._whole_number(key, default, "a whole number", 0, largest) or 0
+
     def token_id(self, key: str, default: int | None = None, smallest: int = 0, largest: int = LARGEST_SIZE) -> int:
         """The id of one token; `default` stands for absence and null, else the field is required."""
         return self._whole_number(key, default, "a token id", smallest, largest) or smallest
@@ -93,6 +87,17 @@ class ConfigFields:
         if round(size**0.5) ** 2 != size:
             self.expect(key, size, "the square of a whole number")
         return size
+
+    def section(self, key: str) -> dict[str, Any]:
+        """The object under a key; an empty one where there is none."""
+        value = self.values.get(key)
+        return value if isinstance(value, dict) else {}
+
+    def only(self, **supported: Any) -> None:
+        """Refuse other values of these fields than those that are supported, which absent and null ones have."""
+        for key, value in supported.items():
+            if self.values.get(key) not in (None, value):
+                self.refuse(key, self.values[key], f"supported is {value}")
 
     @property
     def image_key(self) -> str:
@@ -185,7 +190,7 @@ class ConfigFields:
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(is_integer(item) and 0 <= item <= LARGEST_SIZE for item in ids):
+        if not all(map(is_whole, ids)):
             self.expect(f"{place}{key}", value, f"a token id or a list of them, from 0 to {LARGEST_SIZE}")
             return ()
         within = [item for item in ids if item < vocab_size or vocab_size <= 0]

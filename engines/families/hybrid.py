@@ -99,6 +99,8 @@ def read_qwen3_5_text(fields: ConfigFields, **own: Any) -> DecoderConfig:
     gate = fields.values.get("attn_output_gate")
     if gate not in (None, True):
         fields.refuse("attn_output_gate", gate, "supported is attention with a gate")
+    interval, layers = max(1, fields.size("full_attention_interval")), range(1, layer_count(fields) + 1)
+    usual = ["linear_attention" if layer % interval else "full_attention" for layer in layers]
     return read_decoder(
         fields,
         mrope=((11, 11, 10), True),
@@ -107,7 +109,7 @@ def read_qwen3_5_text(fields: ConfigFields, **own: Any) -> DecoderConfig:
         qk_norm=True,
         norm_offset=1.0,
         attention_gate=True,
-        layer_kinds=fields.layer_kinds(_QWEN_TYPES, _types_by_interval(fields)),
+        layer_kinds=fields.layer_kinds(_QWEN_TYPES, usual),
         conv_width=_conv_width(fields, "linear_conv_kernel_dim"),
         delta_heads=_delta_heads(fields),
         naming="qwen3_5",
@@ -123,12 +125,7 @@ def read_qwen3_5(fields: ConfigFields, text: Family) -> DecoderConfig:
         return config
     if not isinstance(vision, dict):
         fields.expect("vision_config", vision, "an object")
-    return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
-
-
-def _types_by_interval(fields: ConfigFields) -> list[str]:
-    interval, layers = max(1, fields.size("full_attention_interval")), range(1, layer_count(fields) + 1)
-    return ["linear_attention" if layer % interval else "full_attention" for layer in layers]
+    return with_image_tokens(config, fields, _IMAGE_TOKEN, QWEN_MERGE_SIZE)
 
 
 def _delta_heads(fields: ConfigFields) -> tuple[int, int, int, int]:

@@ -165,17 +165,14 @@ def _nemotron_mixture(fields: ConfigFields, dense: tuple[int, ...]) -> Mixture:
 def LFM2_MOE(fields: ConfigFields) -> DecoderConfig:
     """LFM2's layers, of which the first `num_dense_layers` have an MLP; scores are sigmoids, and with
     `use_expert_bias` a bias of each expert takes part in the choice alone."""
-    dense, layers = fields.values.get("num_dense_layers"), layer_count(fields)
-    if not is_integer(dense) or not 0 <= dense <= layers:
-        fields.expect("num_dense_layers", dense, f"a whole number from 0 to {layers}")
-        dense = 0
+    layers = layer_count(fields)
     own: dict[str, Any] = {
         "scores": "sigmoid",
         "correction": fields.switch("use_expert_bias"),
         "normalized": fields.switch("norm_topk_prob"),
         "epsilon": 1e-6,
         "scale": fields.positive("routed_scaling_factor", 1.0, 1e6),
-        "dense_layers": tuple(range(dense)),
+        "dense_layers": tuple(range(fields.count("num_dense_layers", None, layers))),
     }
     mixture = read_mixture(fields, "moe_intermediate_size", 32, **own)
     return hybrid.read_lfm2_layers(fields, ["full_attention"] * layers, mixture=mixture)
@@ -188,9 +185,7 @@ def GPT_OSS(fields: ConfigFields) -> DecoderConfig:
     fields.ignore("swiglu_alpha", "experts_per_token")
     if fields.values.get("experts_per_token") not in (None, count := fields.values.get("num_experts_per_tok")):
         fields.expect("experts_per_token", fields.values["experts_per_token"], f"{count}, as num_experts_per_tok says")
-    alpha = fields.values.get("swiglu_alpha")
-    if alpha not in (None, 1.702):
-        fields.refuse("swiglu_alpha", alpha, "supported is 1.702")
+    fields.only(swiglu_alpha=1.702)
     limit = fields.positive("swiglu_limit", 7.0, 1e6)
     mixture = read_mixture(fields, "intermediate_size", 128, biases=True, limit=limit)
     own: dict[str, Any] = {"attention_sinks": True, "naming": "gpt_oss", "mixture": mixture}

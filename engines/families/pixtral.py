@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgellm.engines.families import vision_fields, vision_parts
-from edgellm.engines.families.decoders import class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.model.config import LARGEST_MERGE
 from edgellm.engines.model.encoder_steps import EncoderAttention
@@ -14,19 +13,13 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Input, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig
 
-#: What stands for an image's tokens where the file does not say.
-MISTRAL3_IMAGE_TOKEN = 10
 #: The norms of the tower have it fixed in their code.
 _EPSILON = 1e-5
 
 
 def read_pixtral(top: ConfigFields) -> vision_fields.Read:
     """What is merged is normed with the language model's epsilon."""
-    raw, text = top.values["vision_config"], top.values.get("text_config")
-    text = text if isinstance(text, dict) else {}
-    fields = ConfigFields(filled(raw, class_defaults("pixtral"), is_part=True), None, top.family)
-    if raw.get("model_type", "pixtral") != "pixtral":
-        top.refuse("vision_config.model_type", raw["model_type"], "supported is pixtral")
+    fields, text = vision_fields.part_of(top, "pixtral"), top.section("text_config")
     values = vision_fields.dimensions(
         top, fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels"
     )
@@ -40,7 +33,7 @@ def read_pixtral(top: ConfigFields) -> vision_fields.Read:
         "out_hidden_size": vision_fields.text_hidden_size(top) or usual,
         "activation": fields.word("hidden_act", vision_fields.ACTIVATIONS),
         "norm_eps": ConfigFields({"rms_norm_eps": 1e-5, **text}, None, top.family).positive("rms_norm_eps"),
-        "image_token_id": top.token_id(top.image_key, MISTRAL3_IMAGE_TOKEN),
+        "image_token_id": top.token_id(top.image_key),
         "feature_layers": layers,
         "projector_activation": top.word("projector_hidden_act", {**vision_fields.ACTIVATIONS, None: "gelu"}),
         "projector_bias": top.switch("multimodal_projector_bias"),

@@ -13,7 +13,6 @@ from edgellm.engines.families.decoders import (
     family_of,
     read_decoder,
     text_fields,
-    vision_fields,
     with_image_tokens,
 )
 from edgellm.engines.families.fields import ConfigFields
@@ -55,7 +54,7 @@ QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3)
 def QWEN2_5_VL(fields: ConfigFields) -> DecoderConfig:
     text = text_fields(fields, class_defaults("qwen2_5_vl_text"))
     config = read_decoder(text, mrope=((16, 24, 24), False), attention_bias=True)
-    return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
+    return with_image_tokens(config, fields, _IMAGE_TOKEN, QWEN_MERGE_SIZE)
 
 
 def read_qwen3_vl(
@@ -64,15 +63,14 @@ def read_qwen3_vl(
     """Positions are interleaved; features of the images are added to the first layers' outputs. The language model is
     read by `read`, with the defaults of `text`."""
     config = read(text_fields(fields, class_defaults(text)), mrope=((24, 20, 20), True))
-    taps = vision_fields(fields).get("deepstack_visual_indexes")
+    taps = fields.section("vision_config").get("deepstack_visual_indexes")
     if taps is not None and not isinstance(taps, list):
         fields.expect("vision_config: deepstack_visual_indexes", taps, "a list of layers")
         taps = None
     count = _DEEPSTACK_LAYERS if taps is None else len(taps)
     if count > config.num_layers > 0:
         fields.wrong.append(f"features of {count} layers are added to {config.num_layers} layers, expected no more")
-    config = with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
-    return replace(config, deepstack_layers=count)
+    return replace(with_image_tokens(config, fields, _IMAGE_TOKEN, QWEN_MERGE_SIZE), deepstack_layers=count)
 
 
 QWEN3_VL = Family("qwen3_vl", "Qwen3VLForConditionalGeneration", read_qwen3_vl)

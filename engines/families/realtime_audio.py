@@ -32,8 +32,7 @@ _POSITIONS = "rotary_cos_sin"
 
 def read_realtime(top: ConfigFields, prefixes: tuple[str, str]) -> RealtimeConfig:
     """The encoder of a `config.json`; problems of its values go to `top`."""
-    raw = top.values.get("audio_config")
-    given = filled(raw if isinstance(raw, dict) else {}, class_defaults("voxtral_realtime_encoder"), is_part=True)
+    given = filled(top.section("audio_config"), class_defaults("voxtral_realtime_encoder"), is_part=True)
     fields = ConfigFields(given, None, "audio_config")
     fields.wrong, fields.unsupported = top.wrong, top.unsupported
     size = fields.size("head_dim", largest=_LARGEST_SIZE)
@@ -42,10 +41,7 @@ def read_realtime(top: ConfigFields, prefixes: tuple[str, str]) -> RealtimeConfi
         fields.refuse("rope_parameters", scaling, "supported is the rope_type default")
     for key, word in (("hidden_act", "silu"), ("activation_function", "gelu")):
         fields.word(key, {word: word, None: word})
-    supported = {"projector_hidden_act": "gelu", "audio_length_per_tok": _FRAMES * _ROWS, "downsample_factor": _ROWS}
-    for key, value in supported.items():
-        if top.values.get(key, value) != value:
-            top.refuse(key, top.values[key], f"supported is {value}")
+    top.only(projector_hidden_act="gelu", audio_length_per_tok=_FRAMES * _ROWS, downsample_factor=_ROWS)
     hidden = fields.size("hidden_size")
     if hidden % 2 or size % 8:
         fields.expect("hidden_size, head_dim", [hidden, size], "an even number, and a multiple of 8")

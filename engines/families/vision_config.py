@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families import gemma4_vision, pixtral, tiled_vision, vision_fields
+from edgellm.engines.families import gemma4_encoders, pixtral, tiled_vision, vision_fields
 from edgellm.engines.families.decoders import SILU, class_defaults, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
@@ -23,10 +25,6 @@ from edgellm.engines.model.vision import VisionConfig
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
-#: Gemma 3's and PaliGemma's, where the file does not say.
-GEMMA3_TOKENS, GEMMA3_IMAGE_TOKEN = 256, 262144
-PALIGEMMA_IMAGE_TOKEN = 256000
-_GEMMA3_START, _GEMMA3_END = 255999, 256000
 
 
 def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> VisionConfig | None:
@@ -40,17 +38,19 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
     family = config.get("model_type")
     if not isinstance(config.get("vision_config"), dict) or family not in _READERS:
         return None
-    top = ConfigFields(dict(config), None, str(family), dtype)
+    top = ConfigFields(filled(config, class_defaults(str(family))), None, str(family), dtype)
     fields, values = _READERS[family](top)
     top.wrong += [f"vision_config: {problem}" for problem in fields.wrong]
     top.unsupported += [f"vision_config: {problem}" for problem in fields.unsupported]
     top.raise_problems()
-    is_tower = bool(values.get("feature_layers"))
-    return VisionConfig(
-        tensor_prefix=(_TOWER_PREFIXES if is_tower else _QWEN_PREFIXES)[0],
-        projector_prefix=(_PROJECTOR_PREFIXES if is_tower else _QWEN_PREFIXES)[0],
-        **values,
-    )
+    tower, projector = _prefixes(bool(values.get("feature_layers")), ())
+    return VisionConfig(tensor_prefix=tower, projector_prefix=projector, **values)
+
+
+def _prefixes(is_tower: bool, names: Iterable[str]) -> list[str]:
+    """What begins the `names` of tensors of the encoder, and of what leads from it to the language model."""
+    kinds = ("towers", "projectors") if is_tower else ("qwen", "qwen")
+    return [first_prefix(_PREFIXES[kind], names) for kind in kinds]
 
 
 def _read_qwen2_5(top: ConfigFields) -> vision_fields.Read:
@@ -109,12 +109,11 @@ def _read_qwen(top: ConfigFields, part: str, activations: Mapping[str | None, st
 
 
 def _read_llava(top: ConfigFields) -> vision_fields.Read:
-    fields, values = vision_fields.read_tower(top, "clip_vision_model", ("clip_vision_model", "siglip_vision_model"))
+    fields, values = vision_fields.read_tower(top, "clip_vision_model", "siglip_vision_model")
     strategy = top.values.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         top.expect("vision_feature_select_strategy", strategy, "default or full")
     return fields, values | {
-        "spatial_merge_size": 1,
         "image_token_id": top.token_id(top.image_key, smallest=1),
         "class_token": top.values["vision_config"].get("model_type") != "siglip_vision_model",
         "feature_layers": vision_fields.feature_layers(top, values["num_layers"]),
@@ -126,31 +125,24 @@ def _read_llava(top: ConfigFields) -> vision_fields.Read:
 
 def _read_paligemma(top: ConfigFields) -> vision_fields.Read:
     """SigLIP, and one linear layer behind its last norm; a token for each patch."""
-    given = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
-    raw = top.values["vision_config"]
-    top.values = top.values | {"vision_config": given | {"patch_size": 14} | raw}
-    fields, values = vision_fields.read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
-    return fields, values | {
-        "spatial_merge_size": 1,
-        "image_token_id": top.token_id(top.image_key, PALIGEMMA_IMAGE_TOKEN),
-        "feature_layers": (values["num_layers"],),
-    }
+    top.values = top.values | {"vision_config": class_defaults("paligemma_vision") | top.values["vision_config"]}
+    fields, values = vision_fields.read_tower(top, "siglip_vision_model")
+    return fields, values | {"image_token_id": top.token_id(top.image_key)}
 
 
 def _read_gemma3(top: ConfigFields) -> vision_fields.Read:
     """A token is the mean of a square of patches: `mm_tokens_per_image` of them divide the image's square."""
-    fields, values = vision_fields.read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
-    tokens = top.size("mm_tokens_per_image", GEMMA3_TOKENS)
+    fields, values = vision_fields.read_tower(top, "siglip_vision_model")
+    tokens = top.size("mm_tokens_per_image")
     patches, side = values["image_size"] // max(1, values["patch_size"]), math.isqrt(tokens)
     if side**2 != tokens or not side or patches % side:
         expected = f"the square of a whole number that divides {patches}, the patches along a side of the image"
         top.expect("mm_tokens_per_image", tokens, expected)
     return fields, values | {
         "spatial_merge_size": max(1, patches // max(1, side)),
-        "image_token_id": top.token_id("image_token_index", GEMMA3_IMAGE_TOKEN),
-        "vision_start_token_id": top.token_id("boi_token_index", _GEMMA3_START),
-        "vision_end_token_id": top.token_id("eoi_token_index", _GEMMA3_END),
-        "feature_layers": (values["num_layers"],),
+        "image_token_id": top.token_id(top.image_key),
+        "vision_start_token_id": top.token_id("boi_token_index"),
+        "vision_end_token_id": top.token_id("eoi_token_index"),
     }
 
 
@@ -162,26 +154,13 @@ _READERS = {
     "gemma3": _read_gemma3,
     "paligemma": _read_paligemma,
     "mistral3": pixtral.read_pixtral,
-    "gemma4": gemma4_vision.read_gemma4_vision,
+    "gemma4": gemma4_encoders.read_gemma4_vision,
     **tiled_vision.READERS,
 }
 
 
 #: What may begin the names of tensors, the newest layout first; longer beginnings before those that they begin with.
-_QWEN_PREFIXES = ("model.visual.", "visual.")
-_TOWER_PREFIXES = (
-    "model.vision_tower.vision_model.",
-    "model.vision_tower.",
-    "vision_tower.vision_model.",
-    "vision_tower.",
-    "model.vision_model.",
-    "vision_model.",
-)
-_PROJECTOR_PREFIXES = tuple(
-    f"{outer}{name}."
-    for name in ("multi_modal_projector", "connector", "embed_vision", "merger")
-    for outer in ("model.", "")
-)
+_PREFIXES: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 
 
 def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
@@ -193,11 +172,7 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
     config = read_vision_config(checkpoint.config, checkpoint.dtype)
     if config is None:
         return None
-    names = checkpoint.tensors
-    if config.feature_layers:
-        tower, projector = first_prefix(_TOWER_PREFIXES, names), first_prefix(_PROJECTOR_PREFIXES, names)
-    else:
-        tower = projector = first_prefix(_QWEN_PREFIXES, names)
+    tower, projector = _prefixes(bool(config.feature_layers), checkpoint.tensors)
     config = replace(config, tensor_prefix=tower, projector_prefix=projector)
     unread = unused_tensors(config) if config.feature_layers else ()
     problems = checkpoint.problems([*vision_weights(config), *host_weights(config)], encoders=True, unread=unread)

@@ -7,7 +7,7 @@ adds interpolated positions, and gives out features of several layers, which Qwe
 
 from __future__ import annotations
 
-from edgellm.engines.families import gemma4_vision, pixtral, tile_encoders
+from edgellm.engines.families import gemma4_encoders, pixtral, tiled_vision
 from edgellm.engines.families.vision_parts import (
     PROJECTOR,
     TOWER,
@@ -175,11 +175,11 @@ _STEPS = {
     "gemma3": _gemma3_steps,
     "paligemma": _paligemma_steps,
     "mistral3": pixtral.pixtral_steps,
-    "gemma4": gemma4_vision.gemma4_vision_steps,
-    "smolvlm": tile_encoders.smolvlm_steps,
-    "lfm2_vl": tile_encoders.lfm2_vl_steps,
-    "internvl": tile_encoders.internvl_steps,
-    "minicpmv4_6": tile_encoders.minicpmv4_6_steps,
+    "gemma4": gemma4_encoders.gemma4_vision_steps,
+    "smolvlm": tiled_vision.smolvlm_steps,
+    "lfm2_vl": tiled_vision.lfm2_vl_steps,
+    "internvl": tiled_vision.internvl_steps,
+    "minicpmv4_6": tiled_vision.minicpmv4_6_steps,
 }
 
 

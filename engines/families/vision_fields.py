@@ -21,14 +21,21 @@ _TEXT_HIDDEN_SIZES = {"voxtral_realtime": 3072, "llava": 4096, "gemma3": 2304, "
 Read = tuple[ConfigFields, dict[str, Any]]
 
 
-def read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> Read:
-    """What CLIP and SigLIP have in common."""
+def part_of(top: ConfigFields, *kinds: str) -> ConfigFields:
+    """The fields of the encoder, with the defaults of its class: one of these `kinds`, by default the first."""
     raw = top.values["vision_config"]
-    tower = raw.get("model_type", usual)
-    if not isinstance(tower, str) or tower not in supported:
-        top.refuse("vision_config.model_type", tower, f"supported are {', '.join(supported)}")
-        tower = usual
-    fields = ConfigFields(filled(raw, class_defaults(tower), is_part=True), None, top.family)
+    kind = raw.get("model_type", kinds[0])
+    if not isinstance(kind, str) or kind not in kinds:
+        verb = "is" if len(kinds) == 1 else "are"
+        top.refuse("vision_config.model_type", kind, f"supported {verb} {', '.join(kinds)}")
+        kind = kinds[0]
+    return ConfigFields(filled(raw, class_defaults(kind), is_part=True), None, top.family)
+
+
+def read_tower(top: ConfigFields, *kinds: str) -> Read:
+    """What CLIP and SigLIP have in common, of these `kinds`; a patch is a token, taken behind the last layer, unless
+    the caller says otherwise."""
+    fields = part_of(top, *kinds)
     names = {"depth": "num_hidden_layers", "heads": "num_attention_heads", "channels": "num_channels"}
     sizes, image_size = dimensions(top, fields, **names), fields.size("image_size")
     patch = sizes["patch_size"]
@@ -42,6 +49,8 @@ def read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> Rea
         "activation": fields.word("hidden_act", ACTIVATIONS),
         "norm_eps": fields.positive("layer_norm_eps"),
         "image_size": image_size,
+        "spatial_merge_size": 1,
+        "feature_layers": (sizes["num_layers"],),
     }
     if not values["out_hidden_size"]:
         top.wrong.append("text_config.hidden_size is missing, expected that of the language model")
@@ -50,8 +59,8 @@ def read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> Rea
 
 def dimensions(top: ConfigFields, fields: ConfigFields, depth: str, heads: str, channels: str) -> dict[str, Any]:
     """What every encoder has, under the family's names."""
-    text = top.values.get("text_config")
-    declared = (text.get("dtype") or text.get("torch_dtype")) if isinstance(text, dict) else None
+    text = top.section("text_config")
+    declared = text.get("dtype") or text.get("torch_dtype")
     sizes: dict[str, Any] = {
         "family": top.family,
         "dtype": top.dtype(declared if isinstance(declared, str) else None),
@@ -85,8 +94,7 @@ def listed_layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]
 def rotated(fields: ConfigFields, values: dict[str, Any]) -> dict[str, Any]:
     """The `values` of an encoder whose heads are turned by rows and columns, and the base of that; the first files have
     it by itself."""
-    rope, alone = fields.values.get("rope_parameters"), fields.values.get("rope_theta", 10000.0)
-    theta = rope.get("rope_theta", alone) if isinstance(rope, dict) else alone
+    theta = fields.section("rope_parameters").get("rope_theta", fields.values.get("rope_theta", 10000.0))
     if not is_number(theta) or theta <= 0:
         fields.expect("rope_parameters.rope_theta", theta, "a number above 0")
         theta = 10000.0

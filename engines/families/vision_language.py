@@ -21,44 +21,35 @@ from edgellm.engines.families.gemma import GEMMA, GEMMA2, GEMMA3
 from edgellm.engines.families.hybrid import LFM2, QWEN3_5_TEXT
 from edgellm.engines.families.llama import LLAMA, MINISTRAL3, MISTRAL
 from edgellm.engines.families.mixtures import GPT_OSS, QWEN3_MOE
-from edgellm.engines.families.pixtral import MISTRAL3_IMAGE_TOKEN
 from edgellm.engines.families.qwen import QWEN2, QWEN3
-from edgellm.engines.families.tiled_vision import INTERNVL_IMAGE_TOKEN, LFM2_VL_IMAGE_TOKEN, SMOLVLM_IMAGE_TOKEN
-from edgellm.engines.families.vision_config import (
-    GEMMA3_IMAGE_TOKEN,
-    GEMMA3_TOKENS,
-    PALIGEMMA_IMAGE_TOKEN,
-    read_vision_config,
-)
+from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.model.config import DecoderConfig
-
-_LLAVA_IMAGE_TOKEN = 32000
 
 
 @family_of("qwen3_asr", "Qwen3ASRForConditionalGeneration")
 def QWEN3_ASR(fields: ConfigFields) -> DecoderConfig:
     if "thinker_config" in fields.values:
         fields.refuse("thinker_config", {}, "supported is the layout of transformers: Qwen/Qwen3-ASR-1.7B-hf")
-    return _read_with_speech(fields, replace(QWEN3, like="qwen3_asr_text"), 151676)
+    return _read_with_speech(fields, replace(QWEN3, like="qwen3_asr_text"))
 
 
-def _read_with_speech(fields: ConfigFields, family: Family, token: int, key: str = "audio_token_id") -> DecoderConfig:
+def _read_with_speech(fields: ConfigFields, family: Family, key: str = "audio_token_id") -> DecoderConfig:
     """A language model of the `family`; tokens of speech stand at consecutive positions."""
     config = read_inner(fields, family)
-    return replace(config, audio_token_id=fields.token_id(key, token, largest=max(0, config.vocab_size - 1)))
+    return replace(config, audio_token_id=fields.token_id(key, largest=max(0, config.vocab_size - 1)))
 
 
-def _with_images(token: int, *families: Family, key: str | None = None) -> Callable[[ConfigFields], DecoderConfig]:
+def _with_images(*families: Family) -> Callable[[ConfigFields], DecoderConfig]:
     """What reads a language model of one of the families, with an image's tokens at consecutive positions (of Mistral 3
     with a token behind each of its rows)."""
-    return lambda fields: with_image_tokens(read_inner(fields, *families), fields, key or fields.image_key, token)
+    return lambda fields: with_image_tokens(read_inner(fields, *families), fields)
 
 
 @family_of("gemma3", "Gemma3ForConditionalGeneration")
 def GEMMA3_WITH_IMAGES(fields: ConfigFields) -> DecoderConfig:
     """Each image has `mm_tokens_per_image` tokens, each of which sees all of them."""
-    config = with_image_tokens(read_inner(fields, GEMMA3), fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
-    return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
+    config = with_image_tokens(read_inner(fields, GEMMA3), fields)
+    return replace(config, image_tokens=fields.size("mm_tokens_per_image"))
 
 
 @family_of("paligemma", "PaliGemmaForConditionalGeneration")
@@ -70,7 +61,7 @@ def PALIGEMMA(fields: ConfigFields) -> DecoderConfig:
         fields.refuse("text_config: use_bidirectional_attention", False, "supported is true")
     vision = read_vision_config(fields.values, fields.tensors_dtype)
     tokens = 0 if vision is None else vision.tower_rows
-    config = with_image_tokens(family.read(text), fields, fields.image_key, PALIGEMMA_IMAGE_TOKEN)
+    config = with_image_tokens(family.read(text), fields)
     return replace(config, image_tokens=tokens, prefix_attention=True)
 
 
@@ -78,7 +69,7 @@ def PALIGEMMA(fields: ConfigFields) -> DecoderConfig:
 def MINICPMV4_6(fields: ConfigFields) -> DecoderConfig:
     """Qwen3.5's language model; an image's tokens stand at consecutive positions."""
     config = replace(read_inner(fields, QWEN3_5_TEXT), mrope_section=(), mrope_interleaved=False)
-    return with_image_tokens(config, fields, "image_token_id", None)
+    return with_image_tokens(config, fields)
 
 
 def _read_voxtral_realtime(fields: ConfigFields) -> DecoderConfig:
@@ -86,22 +77,18 @@ def _read_voxtral_realtime(fields: ConfigFields) -> DecoderConfig:
     text = text_fields(fields, class_defaults("voxtral_realtime_text"))
     text.ignore("model_type")
     config = MISTRAL.read(text)
-    token = fields.token_id("audio_token_id", 32, largest=max(0, config.vocab_size - 1))
+    token = fields.token_id("audio_token_id", largest=max(0, config.vocab_size - 1))
     return replace(config, audio_token_id=token, adds_sound=True)
 
 
-_read_voxtral = partial(_read_with_speech, family=replace(LLAMA, like="voxtral_text"), token=24)
-_read_qwen2_audio = partial(_read_with_speech, family=QWEN2, token=151646, key="audio_token_index")
-_read_llava = _with_images(_LLAVA_IMAGE_TOKEN, LLAMA, QWEN2, QWEN3, MISTRAL)
-_read_mistral3 = _with_images(MISTRAL3_IMAGE_TOKEN, replace(MISTRAL, like="mistral3_text"), MINISTRAL3)
-_read_smolvlm = _with_images(SMOLVLM_IMAGE_TOKEN, LLAMA, key="image_token_id")
-_read_lfm2_vl = _with_images(LFM2_VL_IMAGE_TOKEN, LFM2, key="image_token_id")
-_read_internvl = _with_images(INTERNVL_IMAGE_TOKEN, QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS, key="image_token_id")
-LLAVA = Family("llava", "LlavaForConditionalGeneration", _read_llava)
-SMOLVLM = Family("smolvlm", "SmolVLMForConditionalGeneration", _read_smolvlm)
-IDEFICS3 = Family("idefics3", "Idefics3ForConditionalGeneration", _read_smolvlm)
-LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _read_lfm2_vl)
-INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl)
+_read_mistral3 = _with_images(replace(MISTRAL, like="mistral3_text"), MINISTRAL3)
+_read_voxtral = partial(_read_with_speech, family=replace(LLAMA, like="voxtral_text"))
+_read_qwen2_audio = partial(_read_with_speech, family=QWEN2, key="audio_token_index")
+LLAVA = Family("llava", "LlavaForConditionalGeneration", _with_images(LLAMA, QWEN2, QWEN3, MISTRAL))
+SMOLVLM = Family("smolvlm", "SmolVLMForConditionalGeneration", _with_images(LLAMA))
+IDEFICS3 = Family("idefics3", "Idefics3ForConditionalGeneration", _with_images(LLAMA))
+LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _with_images(LFM2))
+INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _with_images(QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS))
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)
 VOXTRAL = Family("voxtral", "VoxtralForConditionalGeneration", _read_voxtral)
 VOXTRAL_REALTIME = Family("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", _read_voxtral_realtime)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from edgellm.engines.model.audio import AudioConfig
-from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.encoder_steps import Clip, EncoderAttention, NormedResidual, Prepend
+from edgellm.engines.model.encoder_steps import EncoderAttention, Prepend
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Step
 from edgellm.engines.model.vision import VisionConfig
@@ -42,59 +40,6 @@ class TowerWeights(NamedWeights):
         """The two linear layers of an MLP without a gate, called `names` with their numbers in it."""
         hidden, inner = config.hidden_size, config.intermediate_size
         return self.linear(names.format(1), inner, hidden), self.linear(names.format(2), hidden, inner)
-
-
-def bounds(tower: TowerWeights, name: str, side: str) -> WeightSpec:
-    """The least and the most of the "input" or "output" of Gemma 4's linear layer of that name."""
-    ends = [tower.weight(f"{name}.{side}_{end}", 1, part=()) for end in ("min", "max")]
-    return WeightSpec(f"{ends[0].name.removesuffix('_min')}_bounds", (2,), tuple(each.parts[0] for each in ends))
-
-
-def bounded_linears(tower: TowerWeights, folder: str, norm: Norm, rows: Mapping[str, int], columns: int) -> list[Step]:
-    """What "hidden", normed, gives by several clipped layers of a folder, each with its own bounds, under their names;
-    outputs are not clipped yet."""
-    steps: list[Step] = [Normed("normed", "hidden", norm)]
-    for name, count in rows.items():
-        linear = tower.linear(f"{folder}{name}.linear", count, columns, False)
-        steps.append(Clip("bounded", (("normed", bounds(tower, f"{folder}{name}", "input")),)))
-        steps.append(NormLinear(name, (Input("bounded"),), linear))
-    return steps
-
-
-def bounded_qkv(tower: TowerWeights, folder: str, norm: Norm, hidden: int, clipped: bool) -> list[Step]:
-    """Queries, keys and values of "hidden", normed, side by side as "qkv"."""
-    if not clipped:
-        joined = tower.linear(f"{folder}qkv_proj", {f"{name}.linear": hidden for name in QKV}, hidden, False)
-        return [NormLinear("qkv", (Input("hidden", (norm,)),), joined)]
-    steps = bounded_linears(tower, folder, norm, dict.fromkeys(QKV, hidden), hidden)
-    return [*steps, Clip("qkv", tuple((name, bounds(tower, f"{folder}{name}", "output")) for name in QKV))]
-
-
-class BoundedLayer:
-    """What the layers of Gemma 4's encoders share: norms before and behind parts that add to the stream "hidden"."""
-
-    def __init__(self, config: Any, tower: TowerWeights, prefix: str) -> None:
-        """`prefix` begins the names of the layer's weights."""
-        self._config, self._tower, self._prefix = config, tower, prefix
-
-    def _norm(self, name: str) -> Norm:
-        return self._tower.rms_norm(f"{self._prefix}{name}", self._config.hidden_size)
-
-    def _linear(self, name: str, output: str, value: str, rows: int, columns: int) -> list[Step]:
-        """A linear layer, whose input and output have bounds where such layers are clipped."""
-        name = f"{self._prefix}{name}"
-        linear = self._tower.linear(f"{name}.linear", rows, columns, False)
-        if not self._config.clipped:
-            return [NormLinear(output, (Input(value),), linear)]
-        return [
-            Clip("bounded", ((value, bounds(self._tower, name, "input")),)),
-            NormLinear(output, (Input("bounded"),), linear),
-            Clip(output, ((output, bounds(self._tower, name, "output")),)),
-        ]
-
-    def _added(self, value: str, name: str, columns: int, norm: str, share: float = 1.0) -> list[Step]:
-        linear = self._linear(name, "added", value, self._config.hidden_size, columns)
-        return [*linear, NormedResidual("hidden", "added", self._norm(norm), "hidden", share)]
 
 
 def used_layers(config: VisionConfig) -> int:

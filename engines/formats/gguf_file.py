@@ -27,35 +27,14 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError, explained
-from edgellm.engines.formats.safetensors_file import COPY_AGAIN, LARGEST_COUNT, TensorInfo, opened_file
+from edgellm.engines.formats.safetensors_file import COPY_AGAIN, LARGEST_COUNT, TYPES_OF_FILES, TensorInfo, opened_file
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 #: By its number: a type's name here, its elements in a block, and a block's bytes.
-TYPES = {
-    0: ("float32", 1, 4),
-    1: ("float16", 1, 2),
-    2: ("q4_0", 32, 18),
-    3: ("q4_1", 32, 20),
-    6: ("q5_0", 32, 22),
-    7: ("q5_1", 32, 24),
-    8: ("q8_0", 32, 34),
-    12: ("q4_k", 256, 144),
-    13: ("q5_k", 256, 176),
-    14: ("q6_k", 256, 210),
-    20: ("iq4_nl", 32, 18),
-    23: ("iq4_xs", 256, 136),
-    27: ("int64", 1, 8),
-    30: ("bfloat16", 1, 2),
-    39: ("mxfp4", 32, 17),
-}
+TYPES: dict[int, tuple[str, int, int]] = {int(kind): tuple(own) for kind, own in TYPES_OF_FILES["gguf"].items()}
 #: Types that are not read, for errors.
-_OTHER_TYPES = {
-    **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
-    **{21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 28: "F64", 29: "IQ1_M"},
-    **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 36: "IQ4_NL_4_4"},
-    **{37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0"},
-}
+_OTHER_TYPES = {int(kind): name for kind, name in TYPES_OF_FILES["unread gguf"].items()}
 #: The types of metadata that are numbers, by their numbers, as `struct` and NumPy call them.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

@@ -22,24 +22,10 @@ import numpy as np
 
 from edgellm.engines.errors import CheckpointError
 
+#: The dtypes of file formats, by their own names or numbers.
+TYPES_OF_FILES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("dtypes.json").read_text("utf-8"))
 #: The project's name of a dtype and the bytes of one element, by safetensors' name.
-DTYPES = {
-    "F64": ("float64", 8),
-    "F32": ("float32", 4),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "F8_E4M3": ("float8_e4m3", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "I64": ("int64", 8),
-    "I32": ("int32", 4),
-    "I16": ("int16", 2),
-    "I8": ("int8", 1),
-    "U64": ("uint64", 8),
-    "U32": ("uint32", 4),
-    "U16": ("uint16", 2),
-    "U8": ("uint8", 1),
-    "BOOL": ("bool", 1),
-}
+DTYPES: dict[str, tuple[str, int]] = {name: tuple(own) for name, own in TYPES_OF_FILES["safetensors"].items()}
 
 #: The format's own bound on the header, in bytes.
 LARGEST_HEADER = 100_000_000

@@ -55,6 +55,11 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_whole(value: Any, least: int = 0) -> TypeGuard[int]:
+    """Whether a JSON value is a whole number from `least` to `LARGEST_SIZE`."""
+    return is_integer(value) and least <= value <= LARGEST_SIZE
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a JSON value is a finite number, or a whole one of 64 bits (true and false are not)."""
     if isinstance(value, float):
@@ -149,6 +154,10 @@ class JSONObject:
 
     def object(self, key: str) -> JSONObject:
         return JSONObject(self.get(key, "dict"), f"{self.place}: {key}", self._error_class, self._advice)
+
+    def optional(self, key: str) -> JSONObject | None:
+        """The object under a key that may be missing."""
+        return self.object(key) if key in self.values else None
 
     def refuse_other_keys(self, *known: str) -> None:
         """Raise for a key that is not among `known`."""

@@ -5,6 +5,8 @@ NumPy has no bfloat16: its bits are uint16 here.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,11 @@ def float32_into(values: np.ndarray, dtype: str, target: np.ndarray) -> None:
         np.copyto(target, values)
 
 
+def as_float32(values: np.ndarray, dtype: str) -> np.ndarray:
+    """`values` of `dtype` (a key of `STORAGE`) as float32, always exact: themselves where they are that."""
+    return convert(values, dtype, "float32")[0]
+
+
 def convert(values: np.ndarray, source: str, target: str) -> tuple[np.ndarray, int]:
     """`values` of format `source` in format `target` (keys of `STORAGE`), rounded once to nearest, ties to even. Also
     returns how many finite values became infinite because the target cannot hold them."""
@@ -66,38 +73,20 @@ def convert(values: np.ndarray, source: str, target: str) -> tuple[np.ndarray, i
 
 def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
     """One of `values` of format `dtype` and where it stands, as in "nan at [3, 17]"; `index` counts in C order."""
-    value = np.empty(1, np.float32)
-    float32_into(values.reshape(-1)[index : index + 1], dtype, value)
-    return f"{value[0]} at [{', '.join(str(int(each)) for each in np.unravel_index(index, values.shape))}]"
+    (value,) = as_float32(values.reshape(-1)[index : index + 1], dtype)
+    return f"{value} at [{', '.join(str(int(each)) for each in np.unravel_index(index, values.shape))}]"
 
 
+_TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 #: What begins a tensor of the encoders, of images or of audio, or of what leads from them to the language model.
-_OF_ENCODERS = (
-    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "embed_vision.", "merger."),
-    *("audio_tower.", "embed_audio."),
-)
-ENCODER_PREFIXES = tuple(f"{outer}{inner}" for inner in _OF_ENCODERS for outer in ("", "model."))
+ENCODER_PREFIXES = tuple(f"{outer}{inner}" for inner in _TABLE["encoders"] for outer in ("", "model."))
 #: What begins a tensor of the language model, and what its family calls it; the first that fits counts.
-_WRAPPINGS = (
-    ("model.language_model.model.", "model."),
-    ("model.language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    *((f"{outer}embeddings.", "model.embed_tokens.") for outer in ("backbone.", "model.")),  # Nemotron-H's
-    ("backbone.", "model."),
-    ("model.text_model.", "model."),
-)
+_WRAPPINGS: list[tuple[str, str]] = [*_TABLE["language models"].items()]
 
 
 def is_multimodal(config: dict[str, Any]) -> bool:
     """Whether a `config.json` describes a model with an encoder of images or speech."""
     return any(isinstance(config.get(name), dict) for name in ("vision_config", "audio_config"))
-
-
-def is_wrapped(config: dict[str, Any]) -> bool:
-    """Whether the language model's tensors have other names in the files of such a model than by itself."""
-    return is_multimodal(config) or config.get("model_type") == "nemotron_h"
 
 
 def encoder_prefix(name: str) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from edgellm.engines.errors import UnsupportedModelError
-from edgellm.engines.gguf.gemma import gemma2_config, gemma3_config, gemma4_config
+from edgellm.engines.gguf.gemma import gemma3_config, gemma4_config, gemma_config
 from edgellm.engines.gguf.metadata import Metadata, attends
 from edgellm.engines.model.nearest import nearest
 
@@ -26,18 +26,23 @@ _QUERY_BIASES = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
 @dataclass(frozen=True)
 class Architecture:
     """The family `model_type`. `own` adds to the fields of `config.json` that all have, `constants` are the same in all
-    files; with `biased` tensors say which linear layers have biases. `permuted`: rows of q and k are in the order of
-    rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of `unshifted`.
-    Modules have the published names of `naming` (see `PUBLISHED`) and, besides, of `names`; `whole`: tensors that are
-    no module's. With `alternating` rows of gate and up of an expert were published in turn, as one; with `joined` those
-    of an MLP one behind the other. `tiled`: value heads stand apart that share a key head, where there are such. MLPs
-    of layers are of one size, unless they are `uneven`, which `own` looks at.
+    files; a field of `numbers` is what a key of the metadata says, one of `wholes` too, or what stands behind the key
+    where that says 0 or nothing; one of `tensors`, whether one of them is there. With `biased` tensors say which linear
+    layers have biases. `permuted`: rows of q and k are in the order of rotated pairs. `shifted`: norms were stored with
+    1 added, but for those whose names end with one of `unshifted`. Modules have the published names of `naming` (see
+    `PUBLISHED`) and, besides, of `names`; `whole`: tensors that are no module's. With `alternating` rows of gate and up
+    of an expert were published in turn, as one; with `joined` those of an MLP one behind the other. `tiled`: value
+    heads stand apart that share a key head, where there are such. MLPs of layers are of one size, unless they are
+    `uneven`, which `own` looks at.
     """
 
     model_type: str
     own: Callable[[Metadata, _Config], _Config]
     biased: bool = True
     constants: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    wholes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    tensors: Mapping[str, Sequence[str]] = field(default_factory=dict)
     permuted: bool = False
     shifted: bool = False
     unshifted: Sequence[str] = ()
@@ -55,7 +60,10 @@ class Architecture:
             "attention_bias": metadata.has(*_QUERY_BIASES) or None,
             "mlp_bias": metadata.has("blk.0.ffn_gate.bias") or None,
         }
-        own = {"model_type": self.model_type, **self.constants, **self.own(metadata, shared)}
+        read: _Config = {name: metadata.number(key) for name, key in self.numbers.items()}
+        read |= {name: metadata.whole(key) or usual for name, (key, usual) in self.wholes.items()}
+        read |= {name: metadata.has(*tensors) for name, tensors in self.tensors.items()}
+        own = {"model_type": self.model_type, **self.constants, **read, **self.own(metadata, shared)}
         return shared | own | (biases if self.biased else {})
 
 
@@ -121,23 +129,6 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
-def _window(metadata: Metadata, config: _Config) -> _Config:
-    return {"sliding_window": metadata.whole("attention.sliding_window") or None}
-
-
-def _use_bias(metadata: Metadata, config: _Config) -> _Config:
-    return {"use_bias": metadata.has(*_QUERY_BIASES)}
-
-
-def _granite(metadata: Metadata, config: _Config) -> _Config:
-    return {
-        "attention_multiplier": metadata.number("attention.scale"),
-        "embedding_multiplier": metadata.number("embedding_scale"),
-        "residual_multiplier": metadata.number("residual_scale"),
-        "logits_scaling": metadata.number("logit_scale"),
-    }
-
-
 def _olmo2(metadata: Metadata, config: _Config) -> _Config:
     """With a window it is OLMo 3, whose scaling of the rotary embedding is that of the layers without one."""
     found: _Config = {"dtype": metadata.dtype("bfloat16")}
@@ -170,22 +161,6 @@ def _lfm2(metadata: Metadata, config: _Config) -> _Config:
         "rms_norm_eps": None,
         "block_auto_adjust_ff_dim": False,
     }
-
-
-def _seed_oss(metadata: Metadata, config: _Config) -> _Config:
-    return {
-        "attention_bias": metadata.has(*_QUERY_BIASES),
-        "attention_out_bias": metadata.has("blk.0.attn_output.bias"),
-        "mlp_bias": metadata.has("blk.0.ffn_gate.bias"),
-    }
-
-
-def _starcoder2(metadata: Metadata, config: _Config) -> _Config:
-    """The window is that of all published models: files do not say it."""
-    return {
-        "norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
-        "sliding_window": metadata.whole("attention.sliding_window") or 4096,
-    } | _use_bias(metadata, config)
 
 
 def _eagle3(metadata: Metadata, config: _Config) -> _Config:
@@ -241,7 +216,7 @@ def _granitemoe(metadata: Metadata, config: _Config) -> _Config:
         raise UnsupportedModelError(
             f"{metadata.path}: it has a shared expert, which models of this architecture do not have here"
         )
-    return _granite(metadata, config) | _mixture(metadata)
+    return _mixture(metadata)
 
 
 def _space_fields(metadata: Metadata, heads: str, size: str, groups: str, state: str, width: str, bias: str) -> Any:
@@ -261,7 +236,7 @@ def _granitehybrid(metadata: Metadata, config: _Config) -> _Config:
     experts, shared = metadata.whole("expert_count"), metadata.whole("expert_shared_feed_forward_length")
     names = (f"mamba_{each}" for each in ("n_heads", "d_head", "n_groups", "d_state", "d_conv", "conv_bias"))
     return {
-        **(_granite(metadata, config) | (_mixture(metadata) if experts else {})),
+        **(_mixture(metadata) if experts else {}),
         **{"num_experts": None, "num_local_experts": experts or 0},
         "shared_intermediate_size": shared or config["intermediate_size"],
         "layer_types": ["attention" if each else "mamba" for each in metadata.of_layers("attention.head_count_kv")],
@@ -331,23 +306,18 @@ _OWN: dict[str, Callable[[Metadata, _Config], _Config]] = {
     "nemotron_h": _nemotron_h,
     "lfm2_moe": _lfm2moe,
     "gpt_oss": _gpt_oss,
-    "gemma2": gemma2_config,
+    "gemma2": lambda metadata, config: gemma_config(config, 46),
     "gemma3_text": gemma3_config,
     "gemma4_text": _gemma4,
-    "phi3": _window,
-    "granite": _granite,
     "olmo2": _olmo2,
-    "exaone4": lambda metadata, config: _window(metadata, config) | {"layer_types": metadata.layer_types()},
+    "exaone4": lambda metadata, config: {"layer_types": metadata.layer_types()},
     "minicpm": _minicpm,
-    "ernie4_5": _use_bias,
     "lfm2": _lfm2,
-    "seed_oss": _seed_oss,
-    "starcoder2": _starcoder2,
 }
 #: What `general.architecture` says of vision encoders.
 ENCODERS = "clip"
-#: What is said of architectures, their tensors and encoders.
-TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+#: What is said of architectures, their tensors and encoders, of tokens and sampling.
+TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 #: What tensors of a layer, and beside the layers, are called in all architectures: see `weights.py`.
 TENSOR_NAMES: dict[str, dict[str, str]] = TABLE["tensors"]
 

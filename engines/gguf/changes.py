@@ -12,7 +12,7 @@ import numpy as np
 
 from edgellm.engines.formats.gguf_file import GgufFile
 from edgellm.engines.formats.safetensors_file import TensorInfo
-from edgellm.engines.formats.tensors import STORAGE, float32_into
+from edgellm.engines.formats.tensors import STORAGE, as_float32
 from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, BlockLayout
 from edgellm.engines.quantization.layout import LinearTensors
 
@@ -94,6 +94,4 @@ class Change:
             tensor = LinearTensors(info.name.removesuffix(".weight"), shape, lambda name: (info.dtype, shape, data))
             values = BlockLayout(info.dtype).read(tensor).unpacked().values()
             return np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        values = np.empty(data.nbytes // STORAGE[info.dtype].itemsize, np.float32)
-        float32_into(data.view(STORAGE[info.dtype]), info.dtype, values)
-        return values.view(np.uint8)
+        return as_float32(data.view(STORAGE[info.dtype]), info.dtype).view(np.uint8)

@@ -20,11 +20,7 @@ from edgellm.engines.model.config import LARGEST_DEPTH
 _Config = dict[str, Any]
 
 #: The texts of tokens that a model has for images.
-_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
+_TOKENS: dict[str, str] = TABLE["image tokens"]
 _TEMPORAL_PATCH_SIZE, _MERGE_SIZE, _WINDOW_SIZE = 2, 2, 112
 
 

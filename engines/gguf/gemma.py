@@ -14,21 +14,13 @@ def _wide(dtype: str) -> str:
     return "bfloat16" if dtype == "float16" else dtype
 
 
-def _gemma(config: _Config, most_layers: int) -> _Config:
-    """The largest model, of so many layers, scales attention by hidden size and heads, the others by the size of a
-    head."""
+def gemma_config(config: _Config, most_layers: int) -> _Config:
+    """Gemma 2's and 3's: the largest model, of so many layers, scales attention by hidden size and heads, the others by
+    the size of a head."""
     layers, heads, hidden = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     return {
         "query_pre_attn_scalar": hidden / heads if layers == most_layers and heads and hidden else config["head_dim"],
         "dtype": _wide(config["dtype"]),
-    }
-
-
-def gemma2_config(metadata: Metadata, config: _Config) -> _Config:
-    """Gemma 2's; the first files do not say the window."""
-    return _gemma(config, 46) | {
-        "sliding_window": metadata.whole("attention.sliding_window") or 4096,
-        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
     }
 
 
@@ -40,7 +32,7 @@ def gemma3_config(metadata: Metadata, config: _Config) -> _Config:
         window, pattern = None, [False] * layers
     rope = config["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa") or 10000.0}
-    return _gemma(config, 62) | {
+    return gemma_config(config, 62) | {
         "sliding_window": window,
         "layer_types": [attends(not each, "sliding") for each in pattern] if isinstance(pattern, list) else None,
         "sliding_window_pattern": None if isinstance(pattern, list) else pattern,

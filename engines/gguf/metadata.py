@@ -12,7 +12,7 @@ import numpy as np
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import GgufFile, Texts
 from edgellm.engines.formats.safetensors_file import TensorInfo, brief
-from edgellm.engines.formats.strict_formats import LARGEST_SIZE, is_integer, is_number
+from edgellm.engines.formats.strict_formats import LARGEST_SIZE, is_number, is_whole
 from edgellm.engines.formats.tensors import STORAGE
 
 _SMALL_BYTES = 1 << 16
@@ -50,7 +50,7 @@ class Metadata:
 
     def whole(self, key: str) -> int | None:
         """A whole number from 0 on; None where there is none."""
-        return self._checked(key, _is_whole, f"a whole number from 0 to {LARGEST_SIZE}")
+        return self._checked(key, is_whole, f"a whole number from 0 to {LARGEST_SIZE}")
 
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number from 0 on, which must be there unless there is a default."""
@@ -90,7 +90,7 @@ class Metadata:
         """A whole number for each layer, of a list or one for all."""
         value, layers = self.get(key), self.count("block_count")
         if isinstance(value, list):
-            if len(value) != layers or not all(map(_is_whole, value)):
+            if len(value) != layers or not all(map(is_whole, value)):
                 raise self.error(key, value, f"a whole number for each of {layers} layers")
             return value
         return [self.count(key)] * min(layers, 1)
@@ -152,10 +152,6 @@ class Metadata:
 def attends(to_all: bool, otherwise: str) -> str:
     """The published name of a layer that attends to all tokens, or `otherwise`."""
     return f"{'full' if to_all else otherwise}_attention"
-
-
-def _is_whole(value: Any) -> bool:
-    return is_integer(value) and 0 <= value <= LARGEST_SIZE
 
 
 def _shortest(value: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgellm.engines.errors import UnsupportedModelError
 from edgellm.engines.formats.gguf_file import GgufFile
-from edgellm.engines.gguf.architectures import architecture
+from edgellm.engines.gguf.architectures import TABLE, architecture
 from edgellm.engines.gguf.metadata import Metadata
 from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, Gguf
 
@@ -53,10 +53,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
 
 
 #: What ends a turn or a text, where files name but one of several such tokens.
-_ENDS = (
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<eos>", "<end_of_turn>", "<turn|>"),
-    *("<|endoftext|>", "<|end_of_text|>", "<|tool_response>", "<|return|>", "<|call|>"),
-)
+_ENDS: list[str] = TABLE["ends"]
 #: Kinds of tokens; Gemma 4's calls of tools end with one that is shown.
 _CONTROL, _USER_DEFINED = 3, 4
 

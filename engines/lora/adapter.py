@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.engines.errors import AdapterError, CheckpointError
-from edgellm.engines.formats.digests import current_digest
+from edgellm.engines.formats.digests import current_digest, hash_bytes
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.formats.tensors import STORAGE, encoder_prefix, float32_into, language_model_name, value_and_place
+from edgellm.engines.formats.tensors import STORAGE, as_float32, encoder_prefix, language_model_name, value_and_place
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
 from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
@@ -24,7 +23,6 @@ from edgellm.kernels.sampling.twin import first_not_finite
 WEIGHTS_NAME = "adapter_model.safetensors"
 #: The files of an adapter.
 ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME)
-LARGEST_RANK = LARGEST_LORA_RANK
 
 _PICKLED_NAME = "adapter_model.bin"
 #: What PEFT puts before every name, and what begins the language model's own.
@@ -48,7 +46,7 @@ class LoraPair:
 
     def matrices(self) -> tuple[np.ndarray, np.ndarray]:
         """`a` and `b` times the scale, float32."""
-        a, b = (_float32(values, dtype) for values, dtype in zip((self.a, self.b), self.dtypes, strict=True))
+        a, b = (as_float32(values, dtype) for values, dtype in zip((self.a, self.b), self.dtypes, strict=True))
         with np.errstate(over="ignore"):  # who packs them refuses infinities
             return a, b * np.float32(self.scale)
 
@@ -112,7 +110,7 @@ def adapter_rank(path: str | Path) -> int:
 def adapter_digest(digests: Mapping[str, str]) -> str:
     """The digest of an adapter whose files, by name, have these SHA-256."""
     listed = "\n".join(f"{name} {digests[name]}" for name in ADAPTER_FILES)
-    return hashlib.sha256(listed.encode()).hexdigest()
+    return hash_bytes(listed.encode())
 
 
 def _check_files(path: Path) -> None:
@@ -168,8 +166,8 @@ def _read_pairs(
             _read_matrix(file, found.get((module, kind)), f"{name}.lora_{kind}", shape, problems)
             for kind, shape in (("A", (rank, columns)), ("B", (rows, rank)))
         )
-        if rank > LARGEST_RANK:
-            problems.append(f"{name} has the rank {rank}: expected at most {LARGEST_RANK}")
+        if rank > LARGEST_LORA_RANK:
+            problems.append(f"{name} has the rank {rank}: expected at most {LARGEST_LORA_RANK}")
         elif a is not None and b is not None:
             pairs[module] = LoraPair(a[0], b[0], (a[1], b[1]), settings.scale_of(name))
     return pairs
@@ -193,7 +191,8 @@ def _language_tensors(
             f"{vision[0]!r:.120}), but adapters are served for the language model alone: train it with "
             f"exclude_modules={exclude!r}"
         )
-    parts = (".experts.", ".shared_expert", *((".shared_mlp.",) if config.mixture is not None else ()))  # Granite 4's
+    parts = [".experts.", ".shared_expert", ".block_sparse_moe."]  # the last is Granite 3's
+    parts += [".shared_mlp."] if config.mixture is not None else []  # Granite 4's
     experts = [name for name in tensors if any(part in name for part in parts)]
     if experts:
         problems.append(
@@ -236,9 +235,3 @@ def _read_matrix(
             return values, info.dtype
         problems.append(f"not finite: {what} is {value_and_place(values, info.dtype, index)}")
     return None
-
-
-def _float32(values: np.ndarray, dtype: str) -> np.ndarray:
-    result = np.empty(values.shape, np.float32)
-    float32_into(values, dtype, result)
-    return result

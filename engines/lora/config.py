@@ -7,44 +7,26 @@ its end replaces `r` and `lora_alpha`; the scale is alpha / r, with `use_rslora`
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from edgellm.engines.errors import AdapterError
-from edgellm.engines.formats.strict_formats import LARGEST_SIZE, JSONObject
+from edgellm.engines.formats.strict_formats import JSONObject, is_whole
 from edgellm.engines.lora.patterns import PatternMatcher, name_starts, patterns_problems
 
 CONFIG_NAME = "adapter_config.json"
 
+_SETTINGS: dict[str, Any] = json.loads(Path(__file__).with_name("settings.json").read_text("utf-8"))
 #: Features that change what is computed and are not implemented: what each is, where its value is not empty.
-_UNSUPPORTED = {
-    "use_dora": "DoRA",
-    "modules_to_save": "whole modules trained beside the adapter",
-    "lora_bias": "biases in lora_B",
-    "fan_in_fan_out": "transposed base weights",
-    "layer_replication": "replicated layers",
-    "trainable_token_indices": "trained token embeddings",
-    "target_parameters": "adapters of parameters rather than of linear layers",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "Arrow routing",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-    "kasa_config": "KaSA",
-}
+_UNSUPPORTED: dict[str, str] = _SETTINGS["unsupported"]
 #: Keys that say how the adapter was trained or saved, or that are read below.
-_KNOWN = (
-    *("peft_type", "peft_version", "task_type", "auto_mapping", "runtime_config", "inference_mode"),
-    *("base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
-    *("megatron_config", "megatron_core", "qalora_group_size"),
-)
+_KNOWN: list[str] = _SETTINGS["known"]
 #: Initializations that move part of the base weights into the adapter, which then fits no other base.
 _MUTATING = re.compile(r"(pissa.*|olora|loftq|corda|lora_ga)")
 _OUTSIDE = ("lm_head", "embed_tokens")
@@ -128,13 +110,14 @@ def _parse(values: dict[str, Any]) -> LoraConfig:
         problems.append(f"{key!r} is {value!r:.60}, expected {expected}")
         return default
 
-    rank = take("r", 8, "a whole number of at least 1", _is_rank)
+    is_rank = partial(is_whole, least=1)
+    rank = take("r", 8, "a whole number of at least 1", is_rank)
     alpha = take("lora_alpha", 8, "a number", _is_number)
     stabilized = take("use_rslora", False, "true or false", lambda value: value in (None, True, False))
     targets = take("target_modules", [], "a list of names, or a regular expression", _is_selection) or []
     excluded = take("exclude_modules", None, "a list of names, or a regular expression", _is_selection) or []
     layers = take("layers_to_transform", None, "a list of layer numbers", _is_layers)
-    ranks = take("rank_pattern", {}, "ranks by pattern", lambda value: _is_pattern_map(value, _is_rank)) or {}
+    ranks = take("rank_pattern", {}, "ranks by pattern", lambda value: _is_pattern_map(value, is_rank)) or {}
     alphas = take("alpha_pattern", {}, "numbers by pattern", lambda value: _is_pattern_map(value, _is_number)) or {}
     if not targets:
         problems.append("'target_modules' is empty: the adapter would change nothing")
@@ -181,10 +164,6 @@ def _unsupported_settings(values: dict[str, Any]) -> list[str]:
     if values.get("layers_pattern") not in (*_EMPTY, "layers", ["layers"]):
         problems.append(f"'layers_pattern' is {values['layers_pattern']!r:.60}, expected 'layers'")
     return problems
-
-
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= LARGEST_SIZE
 
 
 def _is_number(value: Any) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.formats.tensors import float32_into
+from edgellm.engines.formats.tensors import as_float32
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_layer
 from edgellm.engines.model.graph import ProgramGraph
@@ -46,11 +46,8 @@ class CalibrationRows:
         self._config, self._arithmetic = config, arithmetic
         self._observed = group, wants_moments
         self._rotary = rotary_table(config, max(map(len, texts)), config.max_position_embeddings)
-        self.texts: list[np.ndarray] = []
-        for text in texts:
-            rows = np.empty((len(text), config.hidden_size), np.float32)
-            float32_into(table[np.asarray(text)], dtype, rows)
-            self.texts.append(rows * np.float32(config.embedding_scale))
+        scale = np.float32(config.embedding_scale)
+        self.texts = [as_float32(table[np.asarray(text)], dtype) * scale for text in texts]
 
     @property
     def count(self) -> int:

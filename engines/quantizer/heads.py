@@ -9,7 +9,7 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted, not_finite_error
 from edgellm.engines.checkpoints.weights import computed_ahead
-from edgellm.engines.formats.tensors import STORAGE, convert
+from edgellm.engines.formats.tensors import STORAGE, as_float32, convert
 from edgellm.engines.model.decoder import HEAD
 from edgellm.engines.quantizer.rounding import Clipping, quantize_rows
 from edgellm.engines.quantizer.written_layout import StoredTensor, StreamedTensor, packed_codes
@@ -75,4 +75,4 @@ def _values(checkpoint: Checkpoint, source: str, rows: np.ndarray, dtype: str) -
         row, column = divmod(index, info.shape[1])
         raise not_finite_error(info, checkpoint.raw(source), int(rows[row]) * info.shape[1] + column)
     converted(info, stored, dtype)
-    return convert(stored, info.dtype, "float32")[0]
+    return as_float32(stored, info.dtype)

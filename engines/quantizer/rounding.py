@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from edgellm.engines.backends.numpy_backend import one_blas_thread
-from edgellm.engines.formats.tensors import convert, float32_into
+from edgellm.engines.formats.tensors import as_float32, convert
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 _Item = TypeVar("_Item")
@@ -115,10 +115,7 @@ def side_by_side(function: Callable[[_Item], _Found], items: Iterable[_Item]) ->
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     """Float32 values rounded to `dtype`, as float32."""
-    stored, _ = convert(values, "float32", dtype)
-    result = np.empty(values.shape, np.float32)
-    float32_into(stored, dtype, result)
-    return result
+    return as_float32(convert(values, "float32", dtype)[0], dtype)
 
 
 def _blocks(rows: int, counts: int, group: int) -> Iterator[tuple[slice, slice]]:

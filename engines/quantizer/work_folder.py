@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.formats.digests import hash_file
+from edgellm.engines.formats.digests import hash_bytes, hash_file
 from edgellm.engines.formats.staged_directory import is_taken
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
@@ -123,11 +122,11 @@ def job_of(checkpoint: Checkpoint, options: dict[str, Any], texts: Sequence[Sequ
     files = [
         [path.name, checkpoint.status(path).st_size, checkpoint.status(path).st_mtime_ns] for path in checkpoint.files
     ]
-    tokens = hashlib.sha256(json.dumps([list(map(int, text)) for text in texts]).encode()).hexdigest()
+    tokens = hash_bytes(json.dumps([list(map(int, text)) for text in texts]).encode())
     content = json.dumps(checkpoint.config, sort_keys=True).encode()
     return {
         "version": _JOB_VERSION,
         "options": options,
-        "checkpoint": {"config": hashlib.sha256(content).hexdigest(), "files": files},
+        "checkpoint": {"config": hash_bytes(content), "files": files},
         "calibration texts": tokens,
     }

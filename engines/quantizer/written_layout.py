@@ -71,27 +71,10 @@ def packed_tensors(module: str, weight: PackedWeight) -> dict[str, StoredTensor]
 
 def quantization_config(format: WeightFormat, ignored: list[str]) -> dict[str, Any]:
     """What stands under `quantization_config` of `config.json`; `ignored` are the linear layers that are dense."""
-    weights = {
-        "num_bits": format.bits,
-        "type": "int",
-        "symmetric": not format.zeros,
-        "strategy": "channel" if format.group is None else "group",
-        "group_size": format.group,
-        "block_structure": None,
-        "dynamic": False,
-        "actorder": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignored,
-        "kv_cache_scheme": None,
-    }
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("quantization_config.json").read_text("utf-8"))
+    strategy = {"strategy": "channel" if format.group is None else "group", "group_size": format.group}
+    found["config_groups"]["group_0"]["weights"] |= {"num_bits": format.bits, "symmetric": not format.zeros} | strategy
+    return found | {"ignore": ignored}
 
 
 def write_tensors(

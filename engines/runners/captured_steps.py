@@ -115,16 +115,11 @@ class CapturedSteps:
     def _capture(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
         launches: list[Callable[[], None]] = []
         for _, between in groupby(stages.items(), lambda named: isinstance(named[1], HostStage)):
-            launches += self._capture_between(key, dict(between))
+            own = dict(between)
+            whole = in_order([*own.values()])
+            captured = self._backend.capture(whole, f"the step {key}") if len(own) > 1 else whole
+            launches += self._capture_each(key, own) if captured is whole else [captured]
         return launches
-
-    def _capture_between(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
-        if len(stages) > 1:
-            whole = in_order([*stages.values()])
-            captured = self._backend.capture(whole, f"the step {key}")
-            if captured is not whole:
-                return [captured]
-        return self._capture_each(key, stages)
 
     def _run_surrounded(
         self, key: Hashable, stages: Stages, around: Callable[[str], AbstractContextManager[None]]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_line import Edgellm
 from typer.testing import CliRunner
 
 from edgellm.commands import doctor, info
@@ -29,11 +30,6 @@ from edgellm.kernels.gpu import absent_gpu
 
 pytest.importorskip("tensorrt_rtx")
 SMALL = ("--prefill-chunk", "80", "--kv-capacity", "128")
-
-
-def edgellm(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "edgellm", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
 
 def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Path, compiled: list) -> None:
@@ -137,7 +133,7 @@ def test_without_tensorrt_a_target_has_kernels(
     checkpoint: Path, tmp_path: Path, compiled: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "_search", lambda: (None, "neither package is installed"))
-    arguments = ["build", str(checkpoint), str(tmp_path / "robot"), "--target", "sm_87", "--no-try", *SMALL]
+    arguments = ["build", str(checkpoint), str(tmp_path / "robot"), "--target", "sm_87:8", "--no-try", *SMALL]
     result = CliRunner().invoke(create_app(), arguments)
     assert result.exit_code == 0, result.output
     assert "No plans were built" not in result.output and "sm_87" in result.output
@@ -194,12 +190,11 @@ def test_progress_elsewhere_is_a_line_a_stage(monkeypatch: pytest.MonkeyPatch) -
     assert sys.stderr.getvalue() == "plans ...\nplans: done 4 of 4\n"
 
 
-def test_replaced_directory_needs_force(checkpoint: Path, plain_directory: Path, tmp_path: Path) -> None:
-    refused = edgellm("build", checkpoint, plain_directory, *SMALL)
-    assert refused.returncode == 1
-    assert "--force" in refused.stderr
-    forced = edgellm("build", checkpoint, plain_directory, "--force", "--weights", "link", *SMALL)
-    assert forced.returncode == 0, forced.stderr
+def test_replaced_directory_needs_force(edgellm: Edgellm, checkpoint: Path, plain_directory: Path) -> None:
+    code, _, err = edgellm("build", checkpoint, plain_directory, *SMALL)
+    assert code == 1 and "--force" in err
+    code, _, err = edgellm("build", checkpoint, plain_directory, "--force", "--weights", "link", *SMALL)
+    assert code == 0, err
     assert (plain_directory / "model.safetensors").is_symlink()
     shutil.rmtree(plain_directory)
     assert (checkpoint / "model.safetensors").exists()

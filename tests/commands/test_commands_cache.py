@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -87,12 +85,9 @@ def test_several_prompts_from_one_file(tiny_engines: Path, folder: Path, tmp_pat
     (tmp_path / "prompts.yaml").write_text(
         "- name: patrol\n  prompt: You patrol.\n- name: kitchen\n  file: kitchen.txt\n  output: kitchen.safetensors\n"
     )
-    command = [sys.executable, "-c", "from edgellm.commands.cache import cache; cache()", "build", "--prompts"]
-    options = ["-m", str(tiny_engines), "--backend", "numpy", "--folder", str(folder)]
-    result = subprocess.run(
-        [*command, str(tmp_path / "prompts.yaml"), *options], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    options = ("-m", tiny_engines, "--backend", "numpy", "--folder", folder)
+    result = run("build", "--prompts", tmp_path / "prompts.yaml", *options)
+    assert result.exit_code == 0, result.stderr
     assert "patrol: done" in result.stderr and "kitchen: done" in result.stderr
     assert result.stdout.count("read back and verified") == 2
     assert read_snapshot(tmp_path / "kitchen.safetensors").facts.label == "kitchen"

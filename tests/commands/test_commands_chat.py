@@ -275,7 +275,7 @@ def test_sampling_defaults_come_from_the_model(chat, chat_engines, tmp_path):
 
 
 def test_a_full_context_is_said_and_the_chat_goes_on(chat, chat_engines):
-    more = "more\n" * 5  # at least 25 tokens each
+    more = "more\n" * 2  # at least 25 tokens each
     code, out, err = chat(f"{'x' * 540}\n{more}/reset\n/set max_tokens 4\nhello\n")
     cut = f"The context is full ({CONTEXT} tokens), the answer was cut: /set max_tokens N keeps room for N."
     left = f"The oldest question and its answer left the conversation, to make room in the context ({CONTEXT} tokens)."

@@ -32,7 +32,9 @@ def shell(engines: Path, redirected: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd="/", check=False)
 
 
-@pytest.mark.parametrize("redirected", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "redirected", [*(pytest.param(each, marks=pytest.mark.slow) for each in (">&-", "2>&-")), "<&- >&- 2>&-"]
+)
 def test_closed_streams(tiny_engines: Path, redirected: str) -> None:
     finished = shell(tiny_engines, redirected)
     assert (finished.returncode, finished.stderr) == (0, "")

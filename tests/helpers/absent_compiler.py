@@ -20,14 +20,14 @@ ARCHITECTURES = ["sm_80", "sm_86", "sm_87", "sm_120"]
 
 @pytest.fixture(scope="session", autouse=True)
 def whole_compiler() -> Iterator[Callable[..., Compiled]]:
-    """Without a GPU nothing runs what is compiled: NVRTC leaves most of its optimizations out, which are more than half
-    of its time, and compiles nothing twice. What it does otherwise is what this gives."""
+    """Without a GPU nothing runs what is compiled: NVRTC leaves its optimizations out, which are more than half of its
+    time, and compiles nothing twice. What it does otherwise is what this gives."""
     whole = Nvrtc.compile
     compiled: dict[str, Compiled] = {}
 
     def quick(self: Nvrtc, name: str, text: str, headers: Any, options: Sequence[str], *asked: Any) -> Compiled:
         if self.release >= (13, 0):
-            options = [*options, "--Ofast-compile=mid"]
+            options = [*options, "--Ofast-compile=max"]
         key = repr((self.release, text, headers, options, asked))
         if key not in compiled:
             compiled[key] = whole(self, name, text, headers, options, *asked)

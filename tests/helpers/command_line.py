@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.testing
 
+from edgellm.commands import app
 from edgellm.commands.app import run
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
@@ -17,6 +20,17 @@ from edgellm.engines.model.limits import EngineLimits
 CONTEXT = 600
 #: A command line's exit code, standard output and standard error.
 Edgellm = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_once() -> Iterator[None]:
+    """What a command's options are is told to its parser once: that was more than half of the time of a command line on
+    a tiny model."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((app, "create_app"), (app, "load_command"), (typer.main, "get_command")):
+            patch.setattr(module, name, cache(getattr(module, name)))
+        patch.setattr(typer.testing, "_get_command", typer.main.get_command)
+        yield
 
 
 @pytest.fixture

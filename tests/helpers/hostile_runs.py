@@ -6,6 +6,7 @@ Started as a program, this file is that process.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -90,7 +92,13 @@ def _serve() -> None:
     import edgellm.commands.convert
     import edgellm.commands.generate
     import edgellm.commands.info
-    import edgellm.engines.families.vision_config  # noqa: F401
+    import edgellm.engines.families.vision_config
+    import edgellm.llm
+    import edgellm.text.template_sandbox  # noqa: F401
+    from edgellm.commands.app import run
+
+    with suppress(SystemExit), redirect_stderr(io.StringIO()):
+        run(["info", "--model", "/no/such/directory"])  # typer imports most of what it needs when a value is given
 
     for line in sys.stdin:
         arguments, seconds, stdin = json.loads(line)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from forked_program import ForkedProgram
 from openai.types.responses import ResponseStreamEvent
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
@@ -31,7 +32,7 @@ class ServerProcess:
     """A server on a free port of this machine; `said` is what it wrote to its standard error so far.
 
     Its `environment` has further variables; words before its command may be what is `starting` it, and files are handed
-    on to it (`pass_fds`)."""
+    on to it (`pass_fds`). Where there are such words, and where it is not `forked`, a Python of its own starts it."""
 
     def __init__(
         self,
@@ -40,17 +41,20 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         starting: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
+        forked: bool = True,
     ) -> None:
-        command = [*starting, sys.executable, "-m", "edgellm", "serve", "--port", 0, "--backend", "numpy", *arguments]
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "EDGELLM_CONFIG": os.devnull, **(environment or {})},
-            pass_fds=pass_fds,
-        )
+        words = [str(word) for word in ("serve", "--port", 0, "--backend", "numpy", *arguments)]
+        variables = {**os.environ, "EDGELLM_CONFIG": os.devnull, **(environment or {})}
+        self.process: ForkedProgram | subprocess.Popen[str]
+        if forked and not starting:
+            self.process = ForkedProgram(words, variables)
+        else:
+            command = [*starting, sys.executable, "-m", "edgellm", *words]
+            self.process = subprocess.Popen(
+                command, stderr=subprocess.PIPE, text=True, env=variables, pass_fds=pass_fds
+            )
         self.key, self.said = key, ""
-        lines: queue.Queue[str] = queue.Queue()
+        lines = self._lines = queue.Queue[str]()
 
         def read() -> None:
             assert self.process.stderr is not None
@@ -68,8 +72,12 @@ class ServerProcess:
         self.host, self.port = listening[1], int(listening[2])
 
     def wait_until_ready(self) -> ServerProcess:
-        """Wait until the model is open."""
-        wait_for(lambda: self.get("/health")[0] == 200, 60)
+        """Wait until the model is open, as the server says; asking it again and again would hold that up."""
+        line = "not yet"
+        while not line.startswith("Ready: "):
+            line = self._lines.get(timeout=60)
+            assert line, self.said
+        assert self.get("/health")[0] == 200
         return self
 
     def client(self, **options: Any) -> openai.OpenAI:
@@ -131,6 +139,11 @@ class ServerProcess:
     def open_files(self) -> int:
         """How many files and sockets the server has open."""
         return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
+
+    def processor_seconds(self) -> float:
+        """What the server has taken of the processors so far, whatever else they do."""
+        found = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK")
 
     def terminate(self) -> None:
         """Send SIGTERM."""

@@ -93,9 +93,9 @@ def test_agents_that_take_turns_keep_a_slot_each(agents: ServerProcess) -> None:
     tasks = ["Write a README.", "Which class has no test?", "Rename the module."]
     talks = [conversation("pi", task) for task in tasks]
     first, *_ = replayed(agents, talks[0][:1])
-    two = replayed(agents, talks[0], talks[1])
+    two = replayed(agents, *(talk[:3] for talk in talks[:2]))
     assert all(turn.share >= LEAST for _, turn in two if turn.before), two
-    three = [turn for _, turn in replayed(agents, *(talk[:4] for talk in talks)) if turn.before]
+    three = [turn for _, turn in replayed(agents, *(talk[:3] for talk in talks)) if turn.before]
     shared = min(turn.cached for turn in three)
     assert first[1].prompt - 50 < shared and all(turn.cached < turn.before for turn in three[3:])
 

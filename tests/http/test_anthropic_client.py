@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -298,12 +297,6 @@ def test_models_are_listed(reader: Any) -> None:
     found = list(reader.models.list(limit=2))
     assert [each.id for each in found] == [MODEL, "json", "pirate", "tools"]
     assert reader.models.retrieve("pirate") == found[2] and found[2].max_input_tokens == 1024
-
-
-@pytest.fixture(scope="module")
-def locked() -> Iterator[ServerProcess]:
-    with running("--api-key", "key-of-the-robot", key="key-of-the-robot") as server:
-        yield server
 
 
 def test_keys_come_in_either_header(locked: ServerProcess) -> None:

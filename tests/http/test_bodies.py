@@ -106,7 +106,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("kind", READERS)
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=20, deadline=None)
 @given(body=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), needed=st.booleans())
 def test_any_object_is_a_request_or_refused_with_its_field(kind: str, body: dict[str, Any], needed: bool) -> None:
     if needed:
@@ -130,7 +130,7 @@ def test_any_object_is_a_request_or_refused_with_its_field(kind: str, body: dict
 
 
 @pytest.mark.parametrize("kind", READERS)
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=40, deadline=None)
 @given(body=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_refused(kind: str, body: bytes) -> None:
     with pytest.raises(HTTPError):

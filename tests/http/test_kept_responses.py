@@ -109,7 +109,7 @@ def test_calls_and_results_are_listed_with_ids() -> None:
     kept = KeptResponses(1)
     kept.keep(Items(tuple(given), 9), {"id": "a", "output": []})
     scope = {"type": "http", "path_params": {"id": "a"}, "query_string": b"order=asc&include=x", "headers": []}
-    listed = json.loads(kept.input_items(Request(scope)))
+    listed = json.loads(kept.input_items(Request(scope)).body)
     found = TypeAdapter(ResponseItemList).validate_python(listed, strict=True)
     assert [each.id for each in found.data] == ["fc_0", "fco_1", "rs_2"] and found.first_id == "fc_0"
     assert listed["data"][1] == {"id": "fco_1", "status": "completed", **given[1]}

@@ -20,7 +20,6 @@ from tools.docs.browser import Page
 
 TOYS = SHIPPED_MODEL / "scenes" / "toys.png"
 TOYS_URL = f"data:image/png;base64,{base64.b64encode(TOYS.read_bytes()).decode()}"
-KEY = "a-key-of-the-test"
 #: Hundreds of tokens that nothing but a stop ends before.
 ENDLESS = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 250}
 
@@ -44,15 +43,14 @@ def page(shared: Page) -> Page:
     return shared
 
 
-def test_files_are_served_with_a_strict_policy_and_without_a_key() -> None:
-    with running("--api-key", KEY, key=KEY) as server:
-        for path in PATHS:
-            status, content, headers = server.get(path)
-            assert status == 200 and headers["content-security-policy"] == POLICY, path
-            assert headers["x-content-type-options"] == "nosniff" and "on" + "click" not in content
-            assert server.get(path, host="evil.example")[0] == 421
-            assert server.ask("POST", path, {})[0] == 405
-        assert server.get("/v1/models")[0] == 401 and server.get("/page.html")[0] == 401
+def test_files_are_served_with_a_strict_policy_and_without_a_key(locked: ServerProcess) -> None:
+    for path in PATHS:
+        status, content, headers = locked.get(path)
+        assert status == 200 and headers["content-security-policy"] == POLICY, path
+        assert headers["x-content-type-options"] == "nosniff" and "on" + "click" not in content
+        assert locked.get(path, host="evil.example")[0] == 421
+        assert locked.ask("POST", path, {})[0] == 405
+    assert locked.get("/v1/models")[0] == 401 and locked.get("/page.html")[0] == 401
 
 
 def test_a_question_with_a_picture_is_answered(page: Page, client: openai.OpenAI) -> None:
@@ -329,27 +327,27 @@ def test_the_keyboard_alone(page: Page) -> None:
     assert page.evaluate("document.activeElement.id") == "system"
 
 
-def test_the_key_is_asked_for_and_kept_for_the_tab() -> None:
-    with running("--api-key", KEY, key=KEY) as server, opened(server) as page:
+def test_the_key_is_asked_for_and_kept_for_the_tab(locked: ServerProcess) -> None:
+    with opened(locked) as page:
         page.wait_for("document.getElementById('key-dialog').open")
         page.fill("#asked-key", "wrong")
         page.press("Enter")
         page.wait_for("document.getElementById('key-why').innerText.includes('missing or wrong')")
-        page.fill("#asked-key", KEY)
+        page.fill("#asked-key", locked.key)
         page.press("Enter")
         page.wait_for("document.getElementById('model').value")
         ask(page, "Where is the red cup?")
         assert answer(page) == "The red cup is at the front left."
         stored = "[...Object.values(sessionStorage), Object.keys(localStorage).length, document.cookie]"
-        assert page.evaluate(stored) == [KEY, 0, ""]
-        assert not any(KEY in url for url in page.requested)
+        assert page.evaluate(stored) == [locked.key, 0, ""]
+        assert not any(locked.key in url for url in page.requested)
         page.fill("#key", "another")  # as where keys are changed meanwhile
         page.click("#question")
         page.wait_for("document.getElementById('key-dialog').open")
         page.click("#key-cancel")
         ask(page, "Hello!")
         page.wait_for("document.getElementById('key-dialog').open")
-        page.fill("#asked-key", KEY)
+        page.fill("#asked-key", locked.key)
         page.press("Enter")
         assert answer(page, 1)
 
@@ -372,9 +370,9 @@ def test_a_camera_that_is_not_there(page: Page) -> None:
     page.wait_for("document.getElementById('notice').innerText === 'No camera was found.'")
 
 
-def test_why_a_page_of_another_machine_has_no_camera() -> None:
+def test_why_a_page_of_another_machine_has_no_camera(server: ServerProcess) -> None:
     mapped = "--host-resolver-rules=MAP robot.test 127.0.0.1"
-    with running("--allowed-host", "robot.test") as server, opened(server, mapped, host="robot.test") as page:
+    with opened(server, mapped, host="robot.test") as page:
         page.wait_for("document.getElementById('model').value")
         page.click("#camera")
         said = page.wait_for("document.getElementById('notice').innerText")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from call_templates import WRITTEN, call_template
-from http_server import ServerProcess, running
+from http_server import ServerProcess
 from served_page import TURN, answer, ask, facts, opened, streamed
 
 from tools.docs.browser import Page
@@ -37,14 +35,6 @@ fetch = (path, options) => {
 globalThis.choice = "required";
 1
 """
-
-
-@pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    template: Path = tmp_path_factory.mktemp("page") / "tools.jinja"
-    template.write_text(call_template(WRITTEN["hermes"]))
-    with running("--chat-template", template) as server:
-        yield server
 
 
 @pytest.fixture

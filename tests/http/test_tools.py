@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from call_templates import WRITTEN, add_calls, call_template
+from call_templates import add_calls
 from http_server import MODEL, ServerProcess, running
 from pydantic import BaseModel, ConfigDict
 
@@ -54,29 +54,15 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat template that shows tools, and calls as Hermes writes them."""
-    path = tmp_path_factory.mktemp("template") / "tools.jinja"
-    path.write_text(call_template(WRITTEN["hermes"]))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tool_server(template: Path) -> Iterator[ServerProcess]:
-    with running("--chat-template", template) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def calling(tool_server: ServerProcess) -> openai.OpenAI:
     return tool_server.client()
 
 
 @pytest.fixture(scope="module")
-def taught(template: Path) -> Iterator[LLM]:
+def taught(tool_template: Path) -> Iterator[LLM]:
     """The same model with the same template, asked in Python."""
     with LLM(SHIPPED_MODEL, backend="numpy") as llm:
-        llm.tokenizer.chat_template = ChatTemplate({"default": template.read_text()}, str(template))
+        llm.tokenizer.chat_template = ChatTemplate({"default": tool_template.read_text()}, str(tool_template))
         yield llm
 
 

@@ -14,11 +14,11 @@ from vision_configs import llava_vision, qwen_vision
 
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.errors import ImageError
-from edgellm.multimodal import device_patches
-from edgellm.multimodal.device_patches import DevicePatches
+from edgellm.multimodal import vision_runner
 from edgellm.multimodal.image_processor import ImageProcessor, open_image_processor
 from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.video import VideoProcessor
+from edgellm.multimodal.vision_runner import DevicePatches
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessor"}
 CLIP = {"image_processor_type": "CLIPImageProcessor"}
@@ -86,7 +86,7 @@ def test_large_images_and_a_host_that_computes_itself_use_pillow(
     backend: FixedShapeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = _processor("qwen", tmp_path)
-    monkeypatch.setattr(device_patches.image_layout, "MAXIMUM_PIXELS", 40 * 60 - 1)
+    monkeypatch.setattr(vision_runner.image_layout, "MAXIMUM_PIXELS", 40 * 60 - 1)
     patches = DevicePatches(backend)
     for _ in range(2):
         image = processor.prepare(synthetic_image(40, 60))

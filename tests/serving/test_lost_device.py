@@ -182,7 +182,7 @@ def test_the_process_ends_with_an_exit_code_of_its_own(tmp_path: Path, failing: 
     reason = "rank 1 of 2 failed: MemoryError. " if failing == "ranks" else "the GPU has failed (CUDA_ERROR_"
     lost = tmp_path / "lost"
     environment = first_in_path(tmp_path) | {"LOST": str(lost)}
-    server = ServerProcess("--backend", backend, "--gpus", str(gpus), environment=environment)
+    server = ServerProcess("--backend", backend, "--gpus", str(gpus), environment=environment, forked=False)
     try:
         server.wait_until_ready()
         fields = {"ignore_eos": True, "max_tokens": 700}

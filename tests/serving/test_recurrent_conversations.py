@@ -188,7 +188,7 @@ def test_an_answer_that_gives_way(engines: Path, cold: Cold, budget: int) -> Non
     for drafting in MODES.values():
         with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
             keeping_near(runtime)
-            for rounds in (1, 2, 4):
+            for rounds in (1, 4):
                 was_kept, answers = giving_way(runtime, requests, rounds)
                 assert was_kept == bool(budget) and answers == expected, (drafting, rounds)
 

@@ -69,7 +69,7 @@ def test_all_is_as_transformers_has_it(llm: LLM) -> None:
     assert llm._runtime.prompt_ids(transcription_request(NAME, SPOKEN)) == ids[:PROMPT]
 
     def compute(runtime: Any) -> np.ndarray:
-        encoder = runtime._media.by_name["audio"].opened()
+        encoder = runtime._media.encoder("audio")
         piece = encoder.prepare(reference(SPOKEN))
         features = features_of(piece, encoder.mel, encoder.config)
         np.testing.assert_allclose(features.flatten()[::SPARSE], expected["features0"], atol=TOLERANCE)
@@ -125,7 +125,7 @@ def test_a_gpu_writes_with_the_probabilities_of_numpy(tmp_path: Path) -> None:
 def test_decode_kernels_add_what_is_heard(llm: LLM, way: type) -> None:
     """As on a GPU, token by token, over the KV rows that the kernels write."""
     config, expected = llm.directory.config, expected_speech(NAME)
-    encoder = llm._runtime._media.by_name["audio"].opened()
+    encoder = llm._runtime._media.encoder("audio")
     rows = llm.call(lambda runtime: encoded(encoder, encoder.prepare(reference(SPOKEN)))).result()
     with Checkpoint.open(CHECKPOINTS[NAME]) as checkpoint:
         arrays: dict[str, np.ndarray] = load_numpy_weights(checkpoint, decoder_weights(config))
@@ -208,13 +208,13 @@ def test_two_streams_give_the_rows_of_wholes(kind: str, voxtral_realtime_engines
         np.testing.assert_allclose(one, whole, rtol=0, atol=1e-6 * np.abs(whole).max() if exactly else 0)
 
 
-def test_ten_minutes_take_the_memory_of_one(voxtral_realtime_engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_minutes_take_the_memory_of_one(voxtral_realtime_engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, frames = EngineDirectory.open(voxtral_realtime_engines), encoded_frames(monkeypatch)
     stream, noise = Sound(RATE), np.random.default_rng(1)
     with opened(open_backend("numpy", directory), directory) as encoder:
         kept = [array for named in encoder._kept for array in named.values()]
         assert encoder.memory["audio keys and values"] == sum(each.nbytes for each in kept)
-        for _ in range(60):
+        for _ in range(18):
             stream = stream.followed_by(noise.standard_normal(10 * RATE, np.float32) * np.float32(0.1))
             frames.clear()
             encoder.encode([stream.prepared(encoder.mel, encoder.config)])

@@ -101,7 +101,7 @@ def test_all_is_as_transformers_has_it(name: str, request: pytest.FixtureRequest
         assert llm._runtime.prompt_ids(asked) == ids
 
     def compute(runtime: Any) -> np.ndarray:
-        sounds = runtime._media.by_name["audio"].opened()
+        sounds = runtime._media.encoder("audio")
         pieces = [sounds.prepare(MediaReference(each, False, "RGB", "sound", "audio")) for each in HEARD[name]]
         for index, piece in enumerate(pieces):
             features = features_of(piece, sounds.mel, sounds.config)

@@ -176,8 +176,8 @@ BROKEN = {
 def test_endless_templates_are_stopped(name):
     started = time.process_time()
     with pytest.raises(TemplateError, match=r"was stopped: it (runs longer than|makes)"):
-        render(ENDLESS[name], seconds=0.3)
-    assert time.process_time() - started < 3
+        render(ENDLESS[name], seconds=0.1)
+    assert time.process_time() - started < 2.8
 
 
 def test_a_busy_machine_stops_no_template():

@@ -33,7 +33,7 @@ def test_a_chat_is_drawn_as_its_terminal_shows_it() -> None:
 
 
 def test_the_picture_of_a_chat_shows_what_the_model_answers(repository: Path) -> None:
-    shown = conversation(QUESTIONS, ["--no-stats"]).splitlines()
+    shown = conversation(QUESTIONS[:2], ["--no-stats"]).splitlines()
     picture = texts((repository / "docs" / "pages" / "pictures" / "chat.svg").read_text(encoding="utf-8"))
     first = shown.index(f"{PROMPT}{QUESTIONS[0]}")
     assert [line for line in shown[first:] if line not in picture] == []

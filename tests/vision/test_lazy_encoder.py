@@ -13,7 +13,6 @@ import pytest
 from synthetic_images import synthetic_image
 
 from edgellm.errors import DeviceMemoryError, EdgeLLMError, EngineDirectoryError, RequestError
-from edgellm.media.encoders import LazyEncoder
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
@@ -92,12 +91,12 @@ def test_a_marker_without_an_image_is_refused(runtime: SpecDecodeRuntime) -> Non
 
 def test_closing_twice_and_before_the_first_image(multimodal_engines: Callable[[str], Path]) -> None:
     runtime = SpecDecodeRuntime(multimodal_engines("llava"), backend="numpy")
-    vision = runtime._media.by_name["image"]
-    assert isinstance(vision, LazyEncoder)
+    media = runtime._media
+    assert not media.by_name
     runtime.close()
     runtime.close()
     with pytest.raises(RequestError, match="the model is closed"):  # they do not open again
-        vision.prepare(MediaReference(synthetic_image(24, 20), False, "RGB", "image 1"))
+        media.prepare([MediaReference(synthetic_image(24, 20), False, "RGB", "image 1")])
 
 
 def test_a_vision_model_of_another_size_is_refused_at_once(multimodal_engines: Callable[[str], Path]) -> None:

@@ -55,7 +55,7 @@ def llm(engines: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def processor(llm: LLM) -> VideoProcessor:
-    return replace(llm._runtime._media.by_name["video"].opened().processor, max_patches=1 << 20)
+    return replace(llm._runtime._media.encoder("video").processor, max_patches=1 << 20)
 
 
 def shown(source: Any) -> dict[str, Any]:
@@ -178,10 +178,10 @@ def test_every_form_of_a_file_is_the_same_prompt(llm: LLM, tmp_path: Path) -> No
     assert len({(each.token_ids, each.usage.prompt_tokens) for each in answers}) == 1
     if "3_5" not in str(llm):  # whose short prompts leave no state to go on from
         assert answers[-1].usage.reused_tokens == answers[0].usage.prompt_tokens - 1
-    prepared = llm._runtime._media.by_name["video"].prepare(MediaReference(data, False, "RGB", "clip", "video"))
+    prepared = llm._runtime._media.encoder("video").prepare(MediaReference(data, False, "RGB", "clip", "video"))
     assert len(prepared.tiles) == 2 and prepared.interval == 1.0  # two frames a second, four of them
     sampled = [place / 12 for place in (0, 8, 15, 23)]
-    if not llm._runtime._media.by_name["video"].opened()._vision.tokens_per_second:
+    if not llm._runtime._media.encoder("video")._vision.tokens_per_second:
         assert prepared.seconds == tuple((a + b) / 2 for a, b in zip(sampled[::2], sampled[1::2], strict=True))
 
 

@@ -43,7 +43,6 @@ from edgellm.engines.families.audio_encoders import audio_config, audio_weights
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
-from edgellm.media.audio import AudioEncoder
 from edgellm.multimodal.log_mel import Sound
 from edgellm.speech_stream import SpeechStream
 
@@ -156,8 +155,7 @@ def features_seconds(llm: LLM, seconds: float, seed: int) -> tuple[float, float]
     """Seconds of the host and of the device for the features of a sound that was not heard before, in parts that are
     measured one batch after the other; on NumPy both are the host's."""
     assert llm._runtime._media is not None
-    encoder: Any = llm._runtime._media.by_name["audio"]
-    encoder = encoder if isinstance(encoder, AudioEncoder) else encoder.opened()
+    encoder: Any = llm._runtime._media.encoder("audio")
     samples, began = noise(seconds, seed), time.perf_counter()
     piece = Sound(RATE, samples).prepared(encoder.mel, encoder.config)
     host = time.perf_counter() - began

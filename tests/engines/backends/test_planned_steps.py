@@ -350,7 +350,7 @@ def test_every_step_that_tensorrt_has_can_be_planned_alone() -> None:
     """Between values as kernels have them: their dtypes fit those of the network."""
     for config in (ODD_HEADS, MODELS["gemma4"], MODELS["features"]):
         program = step_program(config, PROMPT)
-        for step in program.steps[:5]:
+        for step in program.steps[:5:2]:
             (run, *_) = planned_runs(program, {step.title})
             assert build_plan(config, replace(PROMPT, segment=run), "float16", "composed", "sm_86")
 

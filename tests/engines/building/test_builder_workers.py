@@ -83,9 +83,9 @@ def test_building_in_vain_ends_early(directory: EngineDirectory, children: Calla
 
 def test_leaving_the_iteration_ends_the_workers(directory: EngineDirectory, children: Callable[[], set[int]]) -> None:
     shapes = [EngineShape("prefill", 1, tokens, 128, 144) for tokens in range(1, 100)]
-    plans = build_plans(directory.models, shapes, "float16", "auto", "sm_86", workers=2)
+    plans = build_plans(directory.models, shapes, "float16", "auto", "sm_86", workers=1)
     next(plans)
-    assert len(children()) == 2
+    assert len(children()) == 1
     plans.close()
     assert not children()
 

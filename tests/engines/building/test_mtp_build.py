@@ -30,7 +30,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_draft_to_target, load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
-from edgellm.engines.families.mtp import read_mtp
+from edgellm.engines.families.drafts import read_mtp
 from edgellm.engines.model.decoder import decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.limits import EngineLimits
@@ -450,6 +450,7 @@ def test_a_head_that_was_published_packed_is_read_whole(published: Path, ids_fil
     assert plain == drafted
 
 
+@pytest.mark.slow  # test_draft_build.py builds those of a head beside its base
 def test_the_pair_builds_with_its_plans(published: Path, ids_file: Path, tmp_path: Path) -> None:
     """None, as kernels run every step; where TensorRT is to run them, those of all segments, and each engine of the
     draft as TensorRT would run it alone."""

@@ -277,7 +277,7 @@ def test_values_that_no_head_has_are_refused_by_name(
 
 
 def test_a_large_head_is_packed_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, columns = 8192, 512
+    rows, columns = 4096, 512
     random = np.random.default_rng(0)
     (tmp_path / "config.json").write_text("{}")
     save_file({EMBEDDING: random.standard_normal((rows, columns)).astype(np.float16)}, tmp_path / MODEL)

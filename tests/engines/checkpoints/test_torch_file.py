@@ -168,7 +168,7 @@ def test_damaged_bytes_raise_nothing_else(tmp_path: Path, folder: Path) -> None:
     for name in ("plain", "strided"):
         whole = (folder / f"{name}.bin").read_bytes()
         path, refused = tmp_path / "x.bin", 0
-        for position in range(0, len(whole), 3):
+        for position in range(0, len(whole), 7):
             path.write_bytes(whole[:position] + bytes([whole[position] ^ 0xA5]) + whole[position + 1 :])
             try:
                 with TorchFile(path) as file:
@@ -176,7 +176,7 @@ def test_damaged_bytes_raise_nothing_else(tmp_path: Path, folder: Path) -> None:
                         file.elements(key)
             except CheckpointError:
                 refused += 1
-        assert refused > len(whole) // 30
+        assert refused > len(whole) // 70
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

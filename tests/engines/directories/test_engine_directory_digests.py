@@ -56,7 +56,7 @@ def test_hash_is_sha256_of_the_content(tmp_path: Path, size: int) -> None:
     assert hash_file(tmp_path / "file") == FileDigest(hashlib.sha256(content).hexdigest(), size)
 
 
-@pytest.mark.parametrize("more", [1, SECTION_BYTES])
+@pytest.mark.parametrize("more", [1, pytest.param(SECTION_BYTES, marks=pytest.mark.slow)])
 def test_large_files_are_hashed_in_sections(tmp_path: Path, more: int) -> None:
     path, size = tmp_path / "file", SECTION_BYTES + more
     with path.open("wb") as file:  # a hole, but for a few bytes of each section

@@ -88,11 +88,7 @@ def test_what_the_file_leaves_out_is_that_of_the_class() -> None:
         (changed(image_token_index="x"), CheckpointError, 'image_token_index is "x", expected a token id'),
         (changed(boi_token_index=-1), CheckpointError, "boi_token_index is -1, expected a token id"),
         (changed("vision_config", image_size=897, patch_size=13), CheckpointError, "divides 69, the patches along"),
-        (
-            changed("vision_config", model_type="clip_vision_model"),
-            UnsupportedModelError,
-            "supported are siglip_vision",
-        ),
+        (changed("vision_config", model_type="clip_vision_model"), UnsupportedModelError, "supported is siglip_vision"),
         (changed("vision_config", num_attention_heads=7), CheckpointError, "1152 is not a multiple of"),
     ],
     ids=name_of,
@@ -202,7 +198,7 @@ def test_a_directory_is_built_and_its_kernels_compile(
     ahead = [source for source in module.sources if ("HOST_AHEAD", 1) in source.macros]
     assert len(ahead) == 2 and {dict(source.macros)["HOST_WINDOW"] for source in ahead} == {0, 1}
     for source in ahead:
-        assert compile_module(source, TARGET).code.startswith(b"\x7fELF")
+        assert b".entry " in compile_module(source, TARGET.replace("sm", "compute")).code
 
 
 def test_which_plans_the_published_model_needs() -> None:

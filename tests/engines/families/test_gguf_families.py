@@ -21,7 +21,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.mtp import read_mtp
+from edgellm.engines.families.drafts import read_mtp
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.gguf.model_config import model_config
 from edgellm.engines.gguf.weights import open_gguf_weights

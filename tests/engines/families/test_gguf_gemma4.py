@@ -113,7 +113,7 @@ with LLM(sys.argv[1], backend="numpy") as llm:
 """
 
 
-@pytest.mark.parametrize("kind", ["q6_k", "float16"])
+@pytest.mark.parametrize("kind", ["q6_k", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_file_that_is_shortened_while_answers_need_it(make_file: Callable[..., Path], kind: str) -> None:
     """In a process of its own: a page of a mapped file that is gone would end it."""
     random = np.random.default_rng(3)

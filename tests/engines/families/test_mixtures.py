@@ -487,6 +487,7 @@ def test_damaged_descriptions(make_checkpoint: Callable[..., Path], tmp_path: Pa
     ("family", "layer"),
     [
         ("qwen3_moe", "mlp.experts.1.up_proj"),
+        ("granitemoe", "block_sparse_moe.input_linear"),
         ("granite4_moe", "shared_mlp.output_linear"),
         ("nemotron_h_moe", "mixer.shared_experts.up_proj"),
     ],

@@ -15,7 +15,7 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.mtp import read_mtp
+from edgellm.engines.families.drafts import read_mtp
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_program, draft_weights
 from edgellm.engines.model.graph import ProgramGraph

@@ -137,7 +137,10 @@ def test_any_products_have_the_logits_of_transformers(products: tuple[int, ...])
     assert largest_difference(served(steps), steps.expected[0]) <= 1e-4
 
 
-@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(
+    "mixture",
+    [pytest.param(each, marks=() if each in ("differently", "one gate") else pytest.mark.slow) for each in MIXTURES],
+)
 def test_products_follow_from_formats(mixture: str, make_checkpoint: Make, tmp_path: Path) -> None:
     """Whatever they are, answers are those of the dense twin: a packed model without them is one as it was."""
     dense, products = MIXTURES[mixture]
@@ -209,4 +212,4 @@ def test_a_directory_is_built_and_its_kernels_compile(
     sources = [source for source in module.sources if source.name.startswith(("recurrent_", "decode_", "packed_"))]
     assert sources
     for source in sources:
-        assert compile_module(source, TARGET).code.startswith(b"\x7fELF")
+        assert b".entry " in compile_module(source, TARGET.replace("sm", "compute")).code

@@ -17,7 +17,7 @@ from tiny_families import MIXTURES
 from edgellm.commands.quantize import report_lines
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.mtp import read_mtp
+from edgellm.engines.families.drafts import read_mtp
 from edgellm.engines.quantizer import calibration
 from edgellm.engines.quantizer.options import QuantizationOptions
 from edgellm.engines.quantizer.quantizer import quantize_checkpoint

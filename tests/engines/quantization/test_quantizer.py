@@ -32,6 +32,8 @@ from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_ch
 
 TEXTS = [[(7 * index + 3) % 250 for index in range(60)], [(11 * index + 5) % 250 for index in range(50)]]
 INT4, INT8 = QuantizationOptions(4, 32), QuantizationOptions(8, None)
+#: In a fifth of the time, where values do not matter.
+QUICK = replace(INT4, method="rtn")
 Make = Callable[..., Path]
 FINAL_NORMS = ("model.norm.weight", "model.embedding_norm.weight")
 
@@ -145,7 +147,7 @@ def test_a_model_that_takes_images_keeps_its_encoder(family: str, make_checkpoin
         for name, each in load_file(source / "model.safetensors").items()
     }
     save_file(wrapped, source / "model.safetensors")
-    quantize_checkpoint(source, target, INT4, TEXTS)
+    quantize_checkpoint(source, target, QUICK, TEXTS)
     tensors = stored(target)
     vision = [name for name in wrapped if "visual." in name]
     assert vision and all(tensors[name].tobytes() == wrapped[name].tobytes() for name in vision)
@@ -203,7 +205,7 @@ class Stop(Exception):
     pass
 
 
-def interrupted(source: Path, target: Path) -> None:
+def interrupted(source: Path, target: Path, options: QuantizationOptions = QUICK) -> None:
     """A run that ends behind its second layer."""
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -211,28 +213,28 @@ def interrupted(source: Path, target: Path) -> None:
             raise Stop
 
     with pytest.raises(Stop):
-        quantize_checkpoint(source, target, INT4, TEXTS, progress=progress)
+        quantize_checkpoint(source, target, options, TEXTS, progress=progress)
 
 
 def test_other_options_or_another_checkpoint_do_not_go_on(make_checkpoint: Make, tmp_path: Path) -> None:
     source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
     interrupted(source, target)
     for options, texts, named in (
-        (replace(INT4, symmetric=False), TEXTS, "options"),
-        (replace(INT4, method="rtn"), (), "options, calibration texts"),
-        (INT4, TEXTS[:1], "calibration texts"),
+        (replace(QUICK, symmetric=False), TEXTS, "options"),
+        (replace(QUICK, method="gptq"), TEXTS[:1], "options, calibration texts"),
+        (QUICK, TEXTS[:1], "calibration texts"),
     ):
         with pytest.raises(CheckpointError, match=f"with other {named}. Give the command as it was"):
             quantize_checkpoint(source, target, options, texts)
     os.utime(source / "model.safetensors", ns=(1, 1))
     with pytest.raises(CheckpointError, match="with other checkpoint"):
-        quantize_checkpoint(source, target, INT4, TEXTS)
-    assert quantize_checkpoint(source, target, replace(INT4, symmetric=False), TEXTS, restart=True).resumed == 0
+        quantize_checkpoint(source, target, QUICK, TEXTS)
+    assert quantize_checkpoint(source, target, replace(QUICK, symmetric=False), TEXTS, restart=True).resumed == 0
 
 
 def test_a_damaged_layer_is_made_again(make_checkpoint: Make, tmp_path: Path, whole: Path) -> None:
     source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
-    interrupted(source, target)
+    interrupted(source, target, INT4)
     layer = tmp_path / ".target.quantizing" / "layer-0001.safetensors"
     data = bytearray(layer.read_bytes())
     data[-5] ^= 1  # a file of the right form all the same
@@ -264,7 +266,7 @@ def test_what_others_have_at_the_place_of_the_work_is_left_alone(
         decoy.rename(work)
     before = {path.name: path.read_bytes() for path in work.iterdir()}
     with pytest.raises(CheckpointError, match=r"\.target\.quantizing (is a link|has no job|has another job)"):
-        quantize_checkpoint(source, target, INT4, TEXTS, restart=restart)
+        quantize_checkpoint(source, target, QUICK, TEXTS, restart=restart)
     assert {path.name: path.read_bytes() for path in work.iterdir()} == before and not target.exists()
 
 
@@ -276,7 +278,7 @@ def test_what_others_put_into_the_folder_of_the_work_stays(
     interrupted(source, target)
     work = tmp_path / ".target.quantizing"
     (work / "notes.txt").write_text("mine")
-    assert quantize_checkpoint(source, target, INT4, TEXTS, restart=restart).resumed == (0 if restart else 2)
+    assert quantize_checkpoint(source, target, QUICK, TEXTS, restart=restart).resumed == (0 if restart else 2)
     assert [path.name for path in work.iterdir()] == ["notes.txt"]
 
 
@@ -300,8 +302,8 @@ def test_a_kill_while_the_work_is_removed_hinders_nobody(
         patch.setattr(Path, "iterdir", lambda path: iter(sorted(iterdir(path))))
         patch.setattr(Path, "unlink", killed)
         with pytest.raises(Stop):
-            quantize_checkpoint(source, target, INT4, TEXTS, restart=True)
-    quantize_checkpoint(source, target, INT4, TEXTS)
+            quantize_checkpoint(source, target, QUICK, TEXTS, restart=True)
+    quantize_checkpoint(source, target, QUICK, TEXTS)
     assert not (tmp_path / ".target.quantizing").exists()
 
 
@@ -311,9 +313,9 @@ def test_two_processes_do_not_share_the_work(make_checkpoint: Make, tmp_path: Pa
     descriptor = os.open(tmp_path / ".target.quantizing", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(CheckpointError, match="is being quantized by another process"):
-        quantize_checkpoint(source, target, INT4, TEXTS)
+        quantize_checkpoint(source, target, QUICK, TEXTS)
     os.close(descriptor)
-    assert quantize_checkpoint(source, target, INT4, TEXTS).resumed == 2
+    assert quantize_checkpoint(source, target, QUICK, TEXTS).resumed == 2
 
 
 @pytest.mark.parametrize(
@@ -341,29 +343,36 @@ def test_places_and_quantized_checkpoints_are_refused(make_checkpoint: Make, tmp
     source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
     with pytest.raises(CheckpointError, match="is the source"):
         quantize_checkpoint(source, source, INT8, TEXTS)
-    quantize_checkpoint(source, target, INT8, TEXTS)
+    quantize_checkpoint(source, target, replace(INT8, method="rtn"), ())
     with pytest.raises(CheckpointError, match="--force replaces it"):
         quantize_checkpoint(source, target, INT8, TEXTS)
     with pytest.raises(CheckpointError, match="quantized already with the method 'compressed-tensors'"):
         quantize_checkpoint(target, tmp_path / "again", INT8, TEXTS)
-    quantize_checkpoint(source, target, INT4, TEXTS, force=True)
+    quantize_checkpoint(source, target, QUICK, (), force=True)
     assert stored(target)["model.layers.0.mlp.up_proj.weight_scale"].shape == (128, 2)
 
 
-def test_one_layer_is_in_memory_at_a_time(make_checkpoint: Make, tmp_path: Path) -> None:
+def peak_of(source: Path, target: Path, method: str) -> int:
+    """Bytes that quantizing takes at once."""
+    gc.collect()
+    tracemalloc.start()
+    quantize_checkpoint(source, target, replace(INT4, method=method), TEXTS)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+@pytest.mark.parametrize("searched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_one_layer_is_in_memory_at_a_time(make_checkpoint: Make, tmp_path: Path, searched: bool) -> None:
     """More layers take no more. Beside a layer and the rows of the texts there is what blocks and
     scales are searched with: a few arrays of at most 256 rows of a weight for each processor."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
     layer = 4 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 1024)
     rows, search = 4 * 110 * (256 + 3 * 1024), 6 * (os.cpu_count() or 1) * 4 * 256 * 1024
-    peaks = []
-    for method, layers in (("rtn", 1), ("rtn", 3), ("awq", 1)):
-        source = make_checkpoint(tmp_path / f"source-{method}-{layers}", num_hidden_layers=layers, **sizes)
-        gc.collect()
-        tracemalloc.start()
-        quantize_checkpoint(source, tmp_path / f"target-{method}-{layers}", replace(INT4, method=method), TEXTS)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < peaks[0] + layer / 4
-    assert peaks[1] < 2 * (layer + rows) + search / 2
-    assert peaks[2] < layer + rows + search
+    sources = {number: make_checkpoint(tmp_path / f"{number}", num_hidden_layers=number, **sizes) for number in (1, 2)}
+    if searched:
+        assert peak_of(sources[1], tmp_path / "awq", "awq") < layer + rows + search
+        return
+    one, two = (peak_of(source, tmp_path / f"rtn-{number}", "rtn") for number, source in sources.items())
+    assert two < one + layer / 4
+    assert two < 2 * (layer + rows) + search / 2

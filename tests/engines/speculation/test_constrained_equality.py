@@ -223,4 +223,4 @@ def test_first_tokens_have_the_law_of_the_masked_model(
     lawful: tuple[DecodingRunner, np.ndarray], plan: DraftPlan | None
 ) -> None:
     runner, law = lawful
-    assert agrees(drawn(runner, plan, 600), law)
+    assert agrees(drawn(runner, plan, 400), law)

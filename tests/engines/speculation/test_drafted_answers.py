@@ -17,8 +17,8 @@ from edgellm.snapshots.contents import KVContents
 
 TREE = DraftingConfig(4, 4, 16)
 KINDS = [TREE, DraftingConfig(kind="chain", draft_steps=4), DraftingConfig(kind="choices", choices=[[0], [1], [0, 0]])]
-GREEDY = SamplingParams(ignore_eos=True, max_tokens=30)
-SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=11, max_tokens=30, ignore_eos=True)
+GREEDY = SamplingParams(ignore_eos=True, max_tokens=20)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=11, max_tokens=20, ignore_eos=True)
 PROMPT = "The quick brown fox"
 
 
@@ -75,7 +75,7 @@ def test_an_ending_token_inside_an_accepted_run_ends_the_answer_there(plain: LLM
     """Each of many tokens of the answer ends one: nothing behind it is shown, counted, or left to be reused."""
     whole = plain.generate(PROMPT, GREEDY).token_ids
     for index, token in list(enumerate(whole))[::5]:
-        params = SamplingParams(ignore_eos=True, max_tokens=30, stop_token_ids=(token,))
+        params = SamplingParams(ignore_eos=True, max_tokens=20, stop_token_ids=(token,))
         first = whole.index(token)
         response = drafted.generate(PROMPT, params)
         assert response.token_ids == whole[: first + 1]
@@ -163,7 +163,7 @@ def test_a_batch_gives_each_prompt_its_own_answer(plain: LLM, drafted: LLM) -> N
     for params in (
         SamplingParams(ignore_eos=True, max_tokens=25, stop_token_ids=(stop,)),
         SAMPLED,
-        SamplingParams(ignore_eos=True),
+        SamplingParams(ignore_eos=True, max_tokens=40),
     ):
         expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
         requests = [Request(prompt, None, params) for prompt in prompts]

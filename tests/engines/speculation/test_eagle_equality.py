@@ -34,7 +34,7 @@ SAMPLINGS = {
     "everything": SamplingValues(1.0, 0, 0.9, 0.0, 1.2, 0.3, 0.2, seed=5, sequence=2),
 }
 PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 1))]
-COUNT = 28
+COUNT = 16
 answers = partial(runner_steps.answers, count=COUNT)
 
 
@@ -74,8 +74,8 @@ def test_a_changing_mixture_of_plans_and_plain_steps(eagle: DecodingRunner) -> N
     kinds = [*PLANS, None, None, None, None, None, None, None, PLANS[0], None, PLANS[2]]
     for name in ("greedy", "everything"):
         sampling = [SAMPLINGS[name]] * 2
-        plain, _ = answers(eagle, PROMPTS[:2], sampling, [None])
-        mixed, _ = answers(eagle, PROMPTS[:2], sampling, kinds)
+        plain, _ = answers(eagle, PROMPTS[:2], sampling, [None], count=28)
+        mixed, _ = answers(eagle, PROMPTS[:2], sampling, kinds, count=28)
         assert mixed == plain
 
 
@@ -83,7 +83,7 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
     make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:
     """So that the other tests do accept: fewer steps than tokens by far."""
-    for generation in (1, 3, "mtp", "nemotron_mtp"):
+    for generation in (1, "mtp"):  # as above
         with open_eagle(make_engines(generation, True)) as runner:
             _, steps = answers(runner, PROMPTS[:1], [SamplingValues()], [PLANS[2]])
             assert COUNT / steps > 1.7
@@ -95,6 +95,7 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
             assert again == sampled
 
 
+@pytest.mark.slow  # test_draft_weights.py drafts with such heads, too
 @pytest.mark.parametrize(("generation", "weights"), [(1, "int8"), (3, "int4"), ("nemotron_mtp", "int4")])
 def test_packed_drafts_change_no_token(
     generation: int | str, weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
@@ -134,6 +135,7 @@ def test_typical_acceptance_is_exact_at_temperature_0_and_takes_fewer_steps_abov
     assert typical < exact
 
 
+@pytest.mark.slow  # test_drafted_answers.py ends there, too
 def test_to_the_end_of_the_context(eagle: DecodingRunner) -> None:
     """The last rounds are shorter, the very last step is plain."""
     sampling = "everything"

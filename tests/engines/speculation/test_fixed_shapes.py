@@ -29,7 +29,7 @@ PLANS = [
 ]
 SAMPLINGS = {"greedy": SamplingValues(), "sampled": SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5)}
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33))]
-COUNT = 20
+COUNT = 14
 
 
 def answers(runner: DecodingRunner, sampling: SamplingValues, plans: Sequence[DraftPlan | None]) -> list[list[int]]:

@@ -24,7 +24,7 @@ SAMPLINGS = {
     "everything": SamplingValues(1.0, 0, 0.9, 0.0, 1.2, 0.3, 0.2, seed=5, sequence=2),
 }
 PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 1))]
-COUNT, VOCABULARY = 28, 320
+COUNT, VOCABULARY = 18, 320
 NOTHING = GivenTree([], [])
 answers = partial(stepped, count=COUNT, prompts=PROMPTS)
 GIVEN = [given(1, 1), given(3, 3), given(7, 4), given(15, 4)]

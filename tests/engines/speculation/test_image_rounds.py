@@ -23,7 +23,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 
 LIMITS = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=96, draft_top_k=4, draft_steps=4, verify_tree_size=16)
 GREEDY, SAMPLED = SamplingValues(), SamplingValues(0.8, 40, 0.9, 0.01, seed=77)
-COUNT = 18
+COUNT = 12
 MROPE = {family: FAMILIES[family]["rope_scaling"] for family in ("qwen2_5_vl", "qwen3_vl")}
 MROPE["qwen3_5"] = MROPE["qwen3_vl"]  # a head rotates all of its elements
 

@@ -29,7 +29,7 @@ SAMPLINGS = [
     SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5),
 ]
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33))]
-COUNT = 24
+COUNT = 16
 
 
 @pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "mtp", "granite4_hybrid", "nemotron_h"])
@@ -223,7 +223,7 @@ def test_what_gave_way_goes_on(runner: DecodingRunner, expected: list[list[int]]
     other = runner.start(0, PROMPTS[2], 0, SAMPLINGS[2]).wait().tolist()
     keeper.put_back(1, kept)
     runner.resume(1, [*PROMPTS[1], *found], len(found), draft_rows, SAMPLINGS[1])
-    while len(found) < 24:
+    while len(found) < COUNT:
         for tokens, emitted in zip((other, found), take_step(runner, 2, plan).wait(), strict=True):
             tokens.extend(emitted)
     assert found == expected[1][: len(found)] and other == expected[2][: len(other)]

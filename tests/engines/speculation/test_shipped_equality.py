@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.engines.building import builder
 from edgellm.opened_model import SHIPPED_MODEL
 
 pytestmark = pytest.mark.skipif(not (SHIPPED_MODEL / "draft").exists(), reason="the shipped model has no draft head")
@@ -20,6 +21,7 @@ def equality(repository: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.syspath_prepend(str(repository))
     from tools.bench import drafting_equality
 
+    monkeypatch.setattr(builder, "planned_shapes", lambda *_: [])  # what its report says takes three seconds
     return drafting_equality
 
 
@@ -35,7 +37,7 @@ def check(
 
 
 def test_a_sample_of_prompts(equality: object, tmp_path: Path) -> None:
-    found = check(equality, tmp_path, 2, 16, ["chain 5", "tree 10/3/16"])
+    found = check(equality, tmp_path, 1, 16, ["chain 5", "tree 10/3/16"])
     assert all(comparison.mean_acceptance_length > 1.5 for comparison in found if comparison.sampling == "greedy")
 
 
