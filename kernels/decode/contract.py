@@ -275,10 +275,11 @@ def attention_refusal(
     fits = size % 8 == 0 and (0 < size <= 256 or size == MAX_HEAD_SIZE) and heads % kv_heads == 0
     if fits and (group is None or heads <= group * kv_heads):
         return None
-    most = "query heads that are a multiple of the" if group is None else f"up to {group} query heads to each of the"
+    most = "query heads that are a multiple of the key-value heads"
+    most = most if group is None else f"up to {group} query heads a key-value head"
     return (
-        f"{what} takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and {most} key-value heads, not "
-        f"{heads} query and {kv_heads} key-value heads of {size}"
+        f"{what} takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and {most}, not {heads} query and "
+        f"{kv_heads} key-value heads of {size}"
     )
 
 
