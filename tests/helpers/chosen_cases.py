@@ -124,8 +124,6 @@ SAMPLED = (
     "commands/test_gguf_images.py::test_an_image_is_seen_as_by_the_published_model",
     "commands/test_hostile_models.py",
     "commands/test_hostile_settings.py",
-    "drafting/test_learner.py::test_no_window_is_slower_than_plain_and_what_pays_is_taken",
-    "drafting/test_learner.py::test_where_the_host_is_late_for_what_it_is_asked_no_window_is_slower_than_plain",
     "engines/backends/test_encoder_engine.py::test_equals_operations",
     "engines/backends/test_encoder_engine.py::test_speech_equals_operations_in_the_engine_of_a_whole_window",
     "engines/backends/test_kernel_engine.py::test_a_decode_step_is_what_operations_compute",

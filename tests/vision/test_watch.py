@@ -151,14 +151,19 @@ def test_opencv_plays_a_file_at_its_rate(tmp_path: Path) -> None:
 def test_a_stream_is_answered_by_its_newest_frames(llm: LLM) -> None:
     came: list[float] = []  # when the camera wanted the frame behind each, having kept that one
 
-    def stream() -> Iterator[tuple[float, np.ndarray]]:
-        for item in frames(16):
+    def stream(period: float) -> Iterator[tuple[float, np.ndarray]]:
+        came.clear()
+        for item in frames(16, period):
             yield item
             came.append(time.perf_counter())
 
-    answers = list(llm.watch(stream(), BOAT, choice=["Yes", "No"]))
-    numbers = [answer.frame.number for answer in answers]
-    assert numbers == sorted(set(numbers)) and len(numbers) > 2 and numbers[-1] == 15
+    for times in (1, 4, 16):  # a busy machine answers fewer
+        answers = list(llm.watch(stream(times * PERIOD), BOAT, choice=["Yes", "No"]))
+        numbers = [answer.frame.number for answer in answers]
+        assert numbers == sorted(set(numbers)) and numbers[-1] == 15
+        if len(numbers) > 2:
+            break
+    assert len(numbers) > 2
     for answer in answers:
         number = answer.frame.number
         assert answer.text == ("Yes" if number < 8 else "No")
