@@ -1,8 +1,8 @@
-"""Kernels launched through pycuda, or through `cuda.bindings` where a launch has attributes.
+"""Kernels launched through `cuda.bindings`, on streams of pycuda's.
 
-pycuda cannot ask for clusters, nor for programmatic dependent launch, which lets a kernel load what its predecessor
-does not change while that one finishes. Kernels of models are prepared once as a `Launch`, which can have both;
-`launch_kernel` enqueues the others at once, and chooses.
+Launches may have attributes: clusters, and programmatic dependent launch, which lets a kernel load what its predecessor
+does not change while that one finishes. Kernels of models are prepared once as a `Launch`, which can have both; a
+`Launcher` enqueues the others at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.gpu import GPU, find_gpu
 from edgellm.kernels.kept import KeptKernels
 from edgellm.kernels.made import LOADED, Made
+from edgellm.kernels.numpy_launch import Enqueued
 
 
 class Kernel(NamedTuple):
@@ -48,19 +49,17 @@ class KernelModule:
         self.architecture, self.multiprocessors = gpu.architecture, kept.gpu.multiprocessors
         self.shared_limit, self.can_overlap, self.has_clusters = gpu.shared_limit, gpu.can_overlap, gpu.has_clusters
         self.driver = driver
-        self.stream, self.prepared_stream = driver.CUstream(stream.handle), stream
+        self.stream = driver.CUstream(stream.handle)
         self._made = made or Made()
         self._compilations = Compilations(gpu.architecture, kept, self._made)
         self._collects = False
-        #: What is loaded when it was compiled, each by what loads it.
-        self._begun: dict[tuple[ModuleSource, Any], None] = {}
+        #: What is loaded when it was compiled.
+        self._begun: dict[ModuleSource, None] = {}
         #: What is loaded then if it can be had.
         self._optional: dict[ModuleSource, None] = {}
         self._loaded: dict[ModuleSource, tuple[Any, dict[str, str]]] = {}
         self._functions: dict[Kernel, Any] = {}
         self._shared_bytes: dict[Kernel, int] = {}
-        self._prepared: dict[ModuleSource, tuple[Any, dict[str, str]]] = {}
-        self._prepared_functions: dict[Kernel, tuple[Any, int]] = {}
 
     def close(self) -> None:
         """Unload the kernels when the stream is done with them: who else is in the context may stay there for long."""
@@ -69,7 +68,6 @@ class KernelModule:
         for module, _ in self._loaded.values():
             self.driver.cuModuleUnload(module)
         self._loaded, self._functions, self._begun = {}, {}, {}
-        self._prepared_functions, self._prepared = {}, {}  # pycuda unloads what nobody holds
 
     @contextmanager
     def side_by_side(self, waits: bool = True) -> Iterator[None]:
@@ -83,31 +81,18 @@ class KernelModule:
             self._collects = outer
         if waits and not outer:
             self._compilations.wait()
-            for source, load in self._begun:
-                load(source)
+            for source in self._begun:
+                self.load(source)
             for source in self._optional:
                 with suppress(MissingDependencyError):  # which was logged
-                    self.load_for_any(source)
+                    self.load(source)
             self._begun, self._optional = {}, {}
 
     def prepare(self, source: ModuleSource) -> None:
-        """Have a module compiled, and loaded by the end of `side_by_side` for launches of either kind. Where it was
-        kept nowhere and there is no compiler, that is an error when it is first used."""
+        """Have a module compiled, and loaded by the end of `side_by_side`. Where it was kept nowhere and there is no
+        compiler, that is an error when it is first used."""
         self._compilations.begin(source, optional=True)
         self._optional[source] = None
-
-    def load_for_any(self, source: ModuleSource) -> None:
-        """Loads as `load` does, for launches of either kind that the GPU takes."""
-        self.load_prepared(source)
-        if self.can_overlap:
-            self.load(source)
-
-    def _must_wait(self, source: ModuleSource, load: Any) -> bool:
-        """Whether a module is being compiled and nobody waits for that now; `load` will load it."""
-        if not self._collects or not self._compilations.begin(source):
-            return False
-        self._begun[source, load] = None
-        return True
 
     def _checked(self, result: tuple) -> Any:
         status, *values = result
@@ -120,7 +105,10 @@ class KernelModule:
 
         Raises MissingDependencyError or KernelError.
         """
-        if source in self._loaded or self._must_wait(source, self.load):
+        if source in self._loaded:
+            return
+        if self._collects and self._compilations.begin(source):  # and nobody waits for that now
+            self._begun[source] = None
             return
         compiled = self._compilations.module(source)
         with self._made.counting(LOADED):
@@ -128,19 +116,6 @@ class KernelModule:
         if status != self.driver.CUresult.CUDA_SUCCESS:
             raise refused_by_driver(self.architecture, compiled, status)
         self._loaded[source] = module, compiled.lowered_names
-
-    def load_prepared(self, source: ModuleSource) -> None:
-        """Loads as `load` does, for kernels that pycuda launches."""
-        if source in self._prepared or self._must_wait(source, self.load_prepared):
-            return
-        import pycuda.driver as cuda
-
-        compiled = self._compilations.module(source)
-        try:
-            with self._made.counting(LOADED):
-                self._prepared[source] = cuda.module_from_buffer(compiled.code), compiled.lowered_names
-        except cuda.Error as error:
-            raise refused_by_driver(self.architecture, compiled, error) from error
 
     def function(self, kernel: Kernel, shared_bytes: int) -> Any:
         """The kernel, allowed to use `shared_bytes` of shared memory; its module is loaded if it is not yet. None while
@@ -164,28 +139,6 @@ class KernelModule:
             self._shared_bytes[kernel] = shared_bytes
         return self._functions[kernel]
 
-    def prepared(self, kernel: Kernel, shared_bytes: int, parameter_bytes: int) -> Any:
-        """The kernel as pycuda prepares it for so many bytes of parameters, allowed to use `shared_bytes`; its module
-        is loaded if it is not yet."""
-        import pycuda.driver as cuda
-
-        self._check_shared(kernel, shared_bytes)
-        if kernel not in self._prepared_functions:
-            collects, self._collects = self._collects, False  # it is launched now
-            try:
-                self.load_prepared(kernel.source)
-            finally:
-                self._collects = collects
-            module, lowered_names = self._prepared[kernel.source]
-            function = module.get_function(lowered_names.get(kernel.expression, kernel.expression))
-            function.set_attribute(cuda.function_attribute.PREFERRED_SHARED_MEMORY_CARVEOUT, 100)  # see `function`
-            self._prepared_functions[kernel] = function.prepare([f"{parameter_bytes}s"]), 0
-        function, allowed = self._prepared_functions[kernel]
-        if shared_bytes > allowed:
-            function.set_attribute(cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-            self._prepared_functions[kernel] = function, shared_bytes
-        return function
-
     def _check_shared(self, kernel: Kernel, shared_bytes: int) -> None:
         if shared_bytes > self.shared_limit:
             raise KernelError(
@@ -194,7 +147,15 @@ class KernelModule:
             )
 
 
-class Launch:
+class Argument(ctypes.Structure):
+    """The first argument of a kernel that says what runs beside it: by a member `next_early` whether what overlaps the
+    kernel starts before it has waited for its predecessor, by `beside` whether the kernel itself waits in the end."""
+
+    #: Whether the kernel has these, and is one that others may run beside.
+    holds_next = waits_late = False
+
+
+class Launch(Enqueued):
     """One kernel with its grid and arguments; calling it enqueues it on the stream."""
 
     def __init__(
@@ -215,6 +176,8 @@ class Launch:
         self._driver = driver
         self._function = kernels.function(kernel, shared_bytes)
         self._arguments = arguments
+        first = arguments[0] if arguments else None
+        self._argument: Any = first if isinstance(first, Argument) else Argument()
         self._pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         self._address = ctypes.addressof(self._pointers)
         config = driver.CUlaunchConfig()
@@ -234,13 +197,22 @@ class Launch:
             self._add(attribute)
 
     def overlap_previous(self) -> None:
-        """Let this kernel start before its predecessor has finished, where the GPU can; the kernel must wait itself."""
         if not self._can_overlap:
             return
         attribute = self._driver.CUlaunchAttribute()
         attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         self._add(attribute)
+
+    def hold_next(self) -> bool:
+        own = self._argument
+        if can := own.holds_next and not (own.waits_late and own.beside):
+            own.next_early = 0
+        return can
+
+    def run_beside(self, before: Enqueued) -> None:
+        if self._argument.waits_late and before.hold_next():
+            self._argument.beside = 1
 
     def _add(self, attribute: Any) -> None:
         if all(other.id != attribute.id for other in self._attributes):
@@ -255,58 +227,10 @@ class Launch:
             raise KernelError(f"launching {self.name} failed: {status}{early}")
 
 
-def run_beside(launch: Any, before: Any) -> None:
-    """Let a launch run beside the one before it, of which it takes nothing, where the kernels of both can: it starts
-    when that one has waited for its own predecessor, and waits in the end. Not beside what itself runs so, nor beside
-    what adds to a residual stream, which everyone may take."""
-    given: list[Any] = [getattr(each, "_arguments", (None,))[0] for each in (launch, before)]
-    own, other = given
-    can = hasattr(own, "beside") and hasattr(other, "next_early") and not hasattr(other, "added")
-    if can and not getattr(other, "beside", 0):
-        own.beside, other.next_early = 1, 0
-
-
-def launch_kernel(
-    kernels: KernelModule,
-    kernel: Kernel,
-    grid: tuple[int, int, int],
-    threads: int,
-    shared_bytes: int,
-    arguments: Sequence[Any],
-    early: bool = False,
-) -> None:
-    """Enqueue a kernel on the stream; `arguments` as `Launch` takes them.
-
-    `early`: it may start while its predecessor runs, where the GPU can do that, and waits itself. That attribute takes
-    cuda.bindings; without it pycuda launches. Raises KernelError.
-    """
-    if early and kernels.can_overlap:
-        launch = Launch(kernels, kernel, grid, threads, shared_bytes, arguments)
-        launch.overlap_previous()
-        launch()
-        return
-    parameters = packed_parameters(arguments)
-    function = kernels.prepared(kernel, shared_bytes, len(parameters))
-    try:
-        function.prepared_async_call(
-            grid, (threads, 1, 1), kernels.prepared_stream, parameters, shared_size=shared_bytes
-        )
-    except Exception as error:  # pycuda's own, which cannot be named before it is imported
-        raise KernelError(f"launching {kernel.expression} failed: {error}") from error
-
-
-def packed_parameters(arguments: Sequence[Any]) -> bytes:
-    """ctypes values as a kernel's parameters lie in memory: each at a multiple of its type's alignment."""
-    packed = bytearray()
-    for value in arguments:
-        packed += bytes(-len(packed) % ctypes.alignment(type(value))) + bytes(value)
-    return bytes(packed)
-
-
-def refused_by_driver(architecture: str, compiled: CompiledModule, reason: object) -> KernelError:
+def refused_by_driver(architecture: str, compiled: CompiledModule, reason: Any) -> KernelError:
     """The error for kernels that were compiled for `architecture` and that the driver does not load; `reason` is a
-    `CUresult`, or pycuda's error. Another release is advised where it speaks of what was compiled alone."""
-    gpu, release, said = find_gpu(), ".".join(map(str, compiled.release)), getattr(reason, "name", str(reason))
+    `CUresult`. Another release is advised where it speaks of what was compiled alone."""
+    gpu, release, said = find_gpu(), ".".join(map(str, compiled.release)), reason.name
     if re.search("image|binary|ptx|jit", said, re.IGNORECASE) is None:
         return KernelError(
             f"The kernels compiled for {architecture} could not be loaded: {said}. Not what was compiled is at fault: "

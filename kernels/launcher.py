@@ -8,7 +8,7 @@ from typing import Any
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import Kernel, KernelModule, launch_kernel
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: The type of a template's instantiation for arrays of a compute dtype.
 CUDA_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -39,14 +39,23 @@ class Launcher:
     ) -> None:
         """Enqueue a kernel; whole numbers among `arguments` become unsigned integers, arrays their addresses.
 
-        `early`: it waits for its predecessor itself, and so may start while that one still runs. `zeroed` is the
-        workspace that it leaves zero as it finds it: it is cleared where a launch fails, since the kernels before this
-        one have written there what this one would have cleared.
+        `early`: it waits for its predecessor itself, and so may start while that one still runs, where the GPU can do
+        that. `zeroed` is the workspace that it leaves zero as it finds it: it is cleared where a launch fails, since
+        the kernels before this one have written there what this one would have cleared.
         """
-        x, y, z = (*grid, 1, 1)[:3]
-        values = [*map(_argument, arguments)]
+        (x, y, z), module, values = (*grid, 1, 1)[:3], self._module, [*map(_argument, arguments)]
         try:
-            launch_kernel(self._module, kernel, (x, y, z), threads, shared_bytes, values, early)
+            if early and module.can_overlap:
+                launch = Launch(module, kernel, (x, y, z), threads, shared_bytes, values)
+                launch.overlap_previous()
+                launch()
+                return
+            function = module.function(kernel, shared_bytes)
+            pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+            given = shared_bytes, module.stream, ctypes.addressof(pointers), 0
+            (status,) = module.driver.cuLaunchKernel(function, x, y, z, threads, 1, 1, *given)
+            if status != module.driver.CUresult.CUDA_SUCCESS:
+                raise KernelError(f"launching {kernel.expression} failed: {status}")
         except KernelError:
             if zeroed is not None:
                 self._fill(zeroed, 0)

@@ -1,4 +1,5 @@
-"""Launches of NumPy, so that what drives the kernels drives what computes the same on the host."""
+"""What launches of all kinds have in common, and those of NumPy, so that what drives the kernels drives what computes
+the same on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +11,27 @@ from typing import ParamSpec
 from edgellm.kernels.contracts import Contracts
 
 
-class NumpyLaunch:
+class Enqueued:
+    """What is enqueued each time that it is called. By itself it waits for what stands before it, and lets nothing of
+    what stands behind it start before it has ended."""
+
+    def __call__(self) -> None:
+        raise NotImplementedError
+
+    def overlap_previous(self) -> None:
+        """Let it start before its predecessor has finished, where it can; it must wait itself."""
+
+    def hold_next(self) -> bool:
+        """Let what overlaps it start only once it has waited for its own predecessor. Whether it can."""
+        return False
+
+    def run_beside(self, before: Enqueued) -> None:
+        """Let it run beside the one before it, of which it takes nothing, where the kernels of both can: it starts when
+        that one has waited for its own predecessor, and waits in the end. Not beside what itself runs so, nor beside
+        what adds to a residual stream, which everyone may take."""
+
+
+class NumpyLaunch(Enqueued):
     """What a twin computes each time that it is called."""
 
     def __init__(self, compute: Callable[[], None]) -> None:
@@ -18,9 +39,6 @@ class NumpyLaunch:
 
     def __call__(self) -> None:
         self._compute()
-
-    def overlap_previous(self) -> None:
-        """There is nothing to overlap."""
 
 
 _Parameters = ParamSpec("_Parameters")

@@ -193,28 +193,23 @@ class CudaBackend(CudaDevice):
         paddings: Mapping[str, Padding],
     ) -> None:
         """Raise CheckpointError for a value among loaded `weights` that is infinite or NaN, where it stands in its
-        tensor: `paddings` say of weights that have zeros between."""
+        tensor. Weights that `paddings` are of have zeros between, and are looked at as a whole."""
         check = FiniteCheck(checkpoint, dense)
         parts = [part for part in part_places(dense) if check.is_due(part[1])]
-        due, padded = dict[str, DeviceArray](), dict[str, tuple[Padding, slice]]()
+        due, padded = dict[str, DeviceArray](), set[str]()
         for spec, name, place in parts:
             if spec.dtype == "compute" and spec.kernel == 1:
-                padding, whole = paddings.get(spec.name), weights[spec.name].reshape(-1)
-                due[name] = whole[place if padding is None else padding.place(place)]
-                if padding is not None:
-                    padded[name] = padding, place
+                whole, is_padded = weights[spec.name].reshape(-1), spec.name in paddings
+                due[name] = whole if is_padded else whole[place]
+                padded |= {name} if is_padded else set()
         # All are looked at before one of the results is read, which waits for the uploads, too.
         indices = self.zeros((max(1, len(due)),), "int64")
         for number, tensor in enumerate(due.values()):
             self.kernels.first_not_finite(tensor, indices[number : number + 1])
         found = dict(zip(due, self.download(indices)[: len(due)].tolist(), strict=True))
-        found |= {name: padding.published_index(place, found[name]) for name, (padding, place) in padded.items()}
-        small = {  # the kernel looks at weights of one dtype, in the order of their tensors
-            name: first_not_finite(checkpoint.raw(name).reshape(-1))
-            for spec, name, _ in parts
-            if spec.dtype != "compute" or spec.kernel != 1
-        }
-        check.conclude(found | small)
+        # The kernel looks at weights of one dtype, in the order of their tensors.
+        others = [name for _, name, _ in parts if name not in due or (name in padded and found[name] >= 0)]
+        check.conclude(found | {name: first_not_finite(checkpoint.raw(name).reshape(-1)) for name in others})
 
     def load_kernels(self, weights: Mapping[str, DeviceArray | AnyPacked]) -> None:
         """Those of the engines whose weights are there, now that it is known how these are packed."""

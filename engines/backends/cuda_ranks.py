@@ -336,7 +336,7 @@ class RankedAcceptance(CudaAcceptance):
         self._ranks = ranks
 
         def prepare(rank: int, backend: CudaBackend) -> None:  # nothing is loaded or allocated between launches
-            backend.kernel_module.load_for_any(ADVANCE)
+            backend.kernel_module.load(ADVANCE)
             for name, width in _MOVES.items() if rank else ():
                 ranks.buffer(rank, name, (slots, width), "int32")
 

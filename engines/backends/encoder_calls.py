@@ -28,7 +28,6 @@ from edgellm.kernels.encoder.contract import (
     NO_ACTIVATION,
     WIDTH_STEP,
     Convolution,
-    activation_number,
     heads_refusal,
     local_refusal,
     padded_width,
@@ -173,7 +172,7 @@ class EncoderCalls:
             return self._call("gate_up", x, step.linear, step.activation, output)
         shape = x.shape[0], padded_width(width)
         if self._rounds and step.scale == 1.0 and self._is_rounded(step, number):
-            activation = NO_ACTIVATION if step.activation is None else activation_number(step.activation)
+            activation = NO_ACTIVATION if step.activation is None else ACTIVATIONS[step.activation]
             return self._call("activated", x, step.linear, activation, self._target(step.output, shape, "compute"))
         summed = self._buffer(shape, "float32")
         self._call("linear", x, step.linear, summed, step.scale)
@@ -183,7 +182,7 @@ class EncoderCalls:
 
     def _activated(self, value: Place, activation: str) -> Place:
         output = self._buffer((value.shape[0], padded_width(value.shape[1])), "compute")
-        return self._call("activate", value, activation_number(activation), output)
+        return self._call("activate", value, ACTIVATIONS[activation], output)
 
     def _linear_residual(self, step: LinearResidual, number: int) -> Place:
         assert step.residual is not None  # encoders have no ranks
@@ -253,7 +252,7 @@ class EncoderCalls:
 
     def _clipped_gate(self, step: kinds.ClippedGate, number: int) -> Place:
         gate, value = self._exact(step.gate), self._exact(step.value)
-        bounds, activation = map(self._weight, step.bounds), activation_number(step.activation)
+        bounds, activation = map(self._weight, step.bounds), ACTIVATIONS[step.activation]
         return self._call("clipped_gate", gate, value, *bounds, activation, self._buffer(gate.shape, "compute"))
 
     def _normed_heads(self, step: kinds.NormedHeads, number: int) -> Place:

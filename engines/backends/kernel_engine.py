@@ -32,7 +32,6 @@ from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array, DeviceArray
-from edgellm.kernels.launch import run_beside
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.row_runs import DenseRows, PackedLayout, PackedRuns, RunsLayout
 
@@ -193,7 +192,7 @@ class KernelEngine(BoundEngine):
                     # The first attention reads KV rows early, which whatever was enqueued before may have written.
                     own = way.launches(step, run, next_early=number != first)
                     if number and _are_apart(program.steps[number - 1], step):
-                        run_beside(own[0], launches[-1])
+                        own[0].run_beside(launches[-1])
                     launches += own
             launches += run.added()
         return launches

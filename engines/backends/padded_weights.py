@@ -42,8 +42,9 @@ class Padding:
         done = 0
         while done < values.size:
             row, column = divmod(first + done, columns)
-            begin = self._row_in_memory(row) * width + column
-            count = min((values.size - done) // columns, part - row % part)
+            number, row_of_part = divmod(row, part)
+            begin = (number * padded_width(part) + row_of_part) * width + column
+            count = min((values.size - done) // columns, part - row_of_part)
             if column or not count:  # a row's end, or its beginning
                 count = min(columns - column, values.size - done)
                 yield begin, values[done : done + count]
@@ -54,28 +55,6 @@ class Padding:
                 yield begin, block.reshape(-1)
             done += count
 
-    def padded(self, values: np.ndarray) -> np.ndarray:
-        """A whole weight as it stands in memory."""
-        found = np.zeros(self.shape, values.dtype)
-        for begin, piece in self.pieces(0, values.reshape(-1)):
-            found.reshape(-1)[begin : begin + piece.size] = piece
-        return found
-
-    def place(self, published: slice) -> slice:
-        """Where in memory the elements of whole published rows stand, with zeros between and behind them."""
-        columns, width = self.columns or 1, self._padded_columns
-        first, last = published.start // columns, published.stop // columns - 1
-        return slice(self._row_in_memory(first) * width, (self._row_in_memory(last) + 1) * width)
-
-    def published_index(self, published: slice, index: int) -> int:
-        """The number, among the elements of whole published rows, of an element of their `place`, by its number there;
-        a negative one stays."""
-        if index < 0:
-            return index
-        row, column = divmod(self.place(published).start + index, self._padded_columns)
-        part, row_of_part = divmod(row, padded_width(self._part))
-        return (part * self._part + row_of_part) * (self.columns or 1) + column - published.start
-
     @property
     def _part(self) -> int:
         return self.rows // self.parts
@@ -83,10 +62,6 @@ class Padding:
     @property
     def _padded_columns(self) -> int:
         return 1 if self.columns is None else padded_width(self.columns)
-
-    def _row_in_memory(self, row: int) -> int:
-        part, row_of_part = divmod(row, self._part)
-        return part * padded_width(self._part) + row_of_part
 
 
 def padded_weights(program: Program, planned: Collection[str] = ()) -> dict[str, Padding]:

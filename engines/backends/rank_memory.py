@@ -7,7 +7,7 @@ import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import permutations, zip_longest
 from typing import Any
@@ -65,11 +65,6 @@ class RankMemory:
         """What a rank launches."""
         nccl = None if self.nccl is None else self.nccl.ranks[rank]
         return CudaRank(module, dtype, self.arguments[rank], nccl)
-
-    def together(self) -> AbstractContextManager[None]:
-        """Within, all ranks begin something by NCCL."""
-        assert self.nccl is not None
-        return self.nccl.communicators.group()
 
     def close(self) -> None:
         """End what NCCL has."""
@@ -171,7 +166,7 @@ class RankStreams:
                     self._devices[rank].stream.wait_for_event(self._events[0])
             for number, parts in enumerate(zip_longest(*map(_parts, launches), fillvalue=())):
                 turns = [[own[at : at + _AT_A_TIME] for at in range(0, len(own), _AT_A_TIME)] for own in parts]
-                with self._memory.together() if number % 2 else nullcontext():
+                with self._memory.nccl.communicators.group() if self._memory.nccl and number % 2 else nullcontext():
                     for turn in zip_longest(*turns, fillvalue=()):
                         for rank, own in enumerate(turn):
                             with self._devices[rank].current():

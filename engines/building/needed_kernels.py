@@ -39,7 +39,7 @@ class AbsentModule:
     def __init__(self, gpu: GPU) -> None:
         self.architecture, self.multiprocessors = gpu.architecture, gpu.multiprocessors
         self.shared_limit, self.can_overlap, self.has_clusters = gpu.shared_limit, gpu.can_overlap, gpu.has_clusters
-        self.driver, self.stream, self.prepared_stream = _AbsentDriver(), None, None
+        self.driver, self.stream = _AbsentDriver(), None
         self.sources: dict[ModuleSource, None] = {}
 
     def side_by_side(self, waits: bool = True) -> AbstractContextManager[None]:
@@ -50,18 +50,13 @@ class AbsentModule:
         """Note a module that is loaded as a whole."""
         self.sources[source] = None
 
-    prepare = load_prepared = load_for_any = load
+    prepare = load
 
     def function(self, kernel: Kernel, shared_bytes: int) -> None:
         """Note the module of a kernel. Raises KernelError where the GPU refuses it."""
         if shared_bytes > self.shared_limit:
             raise KernelError(f"{kernel.expression} needs {shared_bytes} bytes of {self.shared_limit} of shared memory")
         self.sources[kernel.source] = None
-
-    def prepared(self, kernel: Kernel, shared_bytes: int, parameter_bytes: int) -> Any:
-        """The same for a kernel that pycuda launches, which is not launched."""
-        self.function(kernel, shared_bytes)
-        return SimpleNamespace(prepared_async_call=lambda *arguments, **named: None)
 
 
 class _Anything:
@@ -81,6 +76,8 @@ class _AbsentDriver(_Anything):
 
     def cuLaunchKernelEx(self, *arguments: Any) -> tuple[int]:
         return (0,)
+
+    cuLaunchKernel = cuLaunchKernelEx
 
     def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, Any]:
         return 0, SimpleNamespace(opaque=())

@@ -160,12 +160,15 @@ class LinearTensors:
 
     def _each(self, ending: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
         found = list[tuple[str, tuple[int, ...], np.ndarray]]()
-        for module in self._modules:
-            tensor = self._tensor(f"{module}.{ending}")
-            if tensor is None or tensor[:2] != (found or [tensor])[0][:2]:
-                raise CheckpointError(
-                    f"there is no tensor '{module}.{ending}'. Take config.json and weights of one and the same model"
-                )
+        for name in (f"{module}.{ending}" for module in self._modules):
+            tensor, problem = self._tensor(name), ""
+            if tensor is None:
+                problem = f"there is no tensor '{name}'"
+            elif found and tensor[:2] != found[0][:2]:
+                (dtype, shape, _), (first, expected, _) = tensor, found[0]
+                problem = f"tensor '{name}' is {dtype} {[*shape]}, expected {first} {[*expected]}, as of {self.module}"
+            if tensor is None or problem:
+                raise CheckpointError(f"{problem}. Take config.json and weights of one and the same model")
             found.append(tensor)
         return found
 

@@ -89,11 +89,13 @@ def check_rounded(layout: DeviceLayout, dtype: str) -> None:
 
 
 @cache
-def decode_kernel(file: str, expression: str, macros: tuple[tuple[str, int | str], ...]) -> Kernel:
+def decode_kernel(
+    file: str, expression: str, macros: tuple[tuple[str, int | str], ...], *headers: tuple[str, str]
+) -> Kernel:
     """A kernel of decode/`file`, or of a path below kernels/, that is compiled alone: what no step asks for is never
-    compiled."""
+    compiled. `headers`: see `ModuleSource`."""
     name, path = re.sub(r"\W+", "-", expression).strip("-"), file if "/" in file else f"decode/{file}"
-    return Kernel(ModuleSource(name, (path,), (expression,), (*MACROS, *macros)), expression)
+    return Kernel(ModuleSource(name, (path,), (expression,), (*MACROS, *macros), headers), expression)
 
 
 def kept_argument(kept: Kept | None, width: int) -> KeptArgument:

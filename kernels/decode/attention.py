@@ -73,6 +73,7 @@ def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -
         AttentionGeometry(2, 2, 3, 2, False, tile_warps, kind.in_turn),
         AttentionShape(1, 5, 2, 1, 16 * steps, 1 << 20, int8),
     )
+    known = kind._replace(tile_warps=tile_warps)._asdict()
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
         ("HOST_MAX_WARPS", MOST_WARPS),
@@ -82,16 +83,7 @@ def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
         ("HOST_HEAD_SIZE", 16 * steps),
         ("HOST_BLOCK_BYTES", sample[0].shared_bytes(sample[1])),
-        ("HOST_INT8", int(int8)),
-        ("HOST_WINDOW", int(kind.window)),
-        ("HOST_TILE_WARPS", tile_warps),
-        ("HOST_IN_TURN", int(kind.in_turn)),
-        ("HOST_SINKS", int(kind.sinks)),
-        ("HOST_NEIGHBOURS", int(kind.neighbours)),
-        ("HOST_NORMS_BEHIND", int(kind.norms_behind)),
-        ("HOST_CAP", int(kind.cap)),
-        ("HOST_VALUES_NORMED", int(kind.values_normed)),
-        ("HOST_ONE_TOKEN", int(kind.one_token)),
+        *((f"HOST_{name.upper()}", int(value)) for name, value in known.items() if name != "shares"),
     )
     expression = f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}, {str(kind.shares).lower()}>"
     return decode_kernel("attention.cu", expression, macros)

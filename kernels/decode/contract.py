@@ -264,21 +264,22 @@ def adapters_refusal(places: int, rank: int, modules: Sequence[int]) -> str | No
     )
 
 
-def attention_refusal(heads: int, kv_heads: int, head_size: int, int8: bool = False) -> str | None:
-    """Why the attention kernel does not take such heads, or None if it does; `int8`: KV rows are."""
-    if int8 and head_size % 16:
-        return f"attention takes KV caches of int8 for head sizes in multiples of 16, not {head_size}"
-    if (
-        head_size % 8 == 0
-        and (0 < head_size <= 256 or head_size == MAX_HEAD_SIZE)
-        and heads % kv_heads == 0
-        and heads <= MAX_GROUP * kv_heads
-    ):
+def attention_refusal(
+    heads: int, kv_heads: int, size: int, int8: bool = False, group: int | None = MAX_GROUP
+) -> str | None:
+    """Why attention does not take such heads, or None if it does; `int8`: KV rows are. `group`: the most query heads a
+    key-value head that the kernel takes; None: that of prompts, which takes any number."""
+    what = "prefill attention" if group is None else "decode attention"
+    if int8 and size % 16:
+        return f"{what} takes KV caches of int8 for head sizes in multiples of 16, not {size}"
+    fits = size % 8 == 0 and (0 < size <= 256 or size == MAX_HEAD_SIZE) and heads % kv_heads == 0
+    if fits and (group is None or heads <= group * kv_heads):
         return None
+    most = "query heads that are a multiple of the key-value heads"
+    most = most if group is None else f"up to {group} query heads a key-value head"
     return (
-        f"decode attention takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and up to {MAX_GROUP} "
-        f"query heads a key-value head, not head size {head_size} with {heads} query heads and {kv_heads} key-value "
-        "heads"
+        f"{what} takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and {most}, not {heads} query and "
+        f"{kv_heads} key-value heads of {size}"
     )
 
 

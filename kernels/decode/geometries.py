@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from edgellm.kernels.decode.arguments import THREADS
 from edgellm.kernels.decode.contract import SLICES, STEP, padded_columns, slice_steps
 from edgellm.kernels.decode.tilings import Capacity
-from edgellm.kernels.fitted import fitted
 
 #: Bytes of shared memory that CUDA takes of each block.
 _RESERVED = 1024
-#: What `fitted.json` says.
-(_IN_LINES,) = fitted("linear layers of few rows", "in_lines")
 #: Shared memory of a norm's sums in norm.cu.
 NORM_SUMS_BYTES = 8 * (SLICES + 1) * 4
 
@@ -123,7 +120,7 @@ def staged_geometry(batch: int, columns: int, gpu: Capacity, ranks: int = 0) -> 
 
 def takes_lines(batch: int, needed: int, gpu: Capacity, ranks: int = 0) -> bool:
     """Whether so many rows are multiplied by `LINES`, whose blocks need so much shared memory."""
-    few = batch <= _NARROW_ROWS and not ranks and gpu.multiprocessors <= _IN_LINES
+    few = batch <= _NARROW_ROWS and not ranks and gpu.is_small
     return few and needed <= block_share(gpu.shared_limit, LINES.blocks_per_multiprocessor)
 
 

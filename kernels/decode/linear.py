@@ -38,24 +38,26 @@ from edgellm.kernels.decode.norms import CudaNorms
 from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launch import Argument, Kernel, KernelModule, Launch
 
 
-class NormLinearArgument(ctypes.Structure):
+class NormLinearArgument(Argument):
     """`NormLinear` of linear.cu."""
 
-    _fields_ = [
+    holds_next = waits_late = True
+    _fields_ = (
         ("inputs", NormedArgument * 2),
         ("linear", LinearArgument),
         ("kept", KeptArgument),
         *members("void* output", "int next_early activation beside"),
-    ]
+    )
 
 
 class _AddedNormLinear(NormLinearArgument):
-    """`AddedNormLinear` of few_rows.cuh."""
+    """`AddedNormLinear` of few_rows.cuh. What follows takes the residual stream, which its blocks write."""
 
-    _fields_ = [("added", AddedArgument)]
+    holds_next = False
+    _fields_ = (("added", AddedArgument),)
 
 
 class _LinearResidual(ctypes.Structure):
@@ -100,10 +102,10 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
 
         Raises MissingDependencyError or KernelError.
         """
-        self.module, self.dtype, self.head_size = module, dtype, head_size
+        self.module, self.dtype, self.head_size, self.gpu = module, dtype, head_size, capacity_of(module)
         self._type = kind = cuda_type(dtype)
-        staged = geometries.staged_geometry(1, contract.STEP, capacity_of(module)) or geometries.NARROW
-        normed = geometries.norm_geometry(1, [contract.STEP], capacity_of(module), False, 0).name
+        staged = geometries.staged_geometry(1, contract.STEP, self.gpu) or geometries.NARROW
+        normed = geometries.norm_geometry(1, [contract.STEP], self.gpu, False, 0).name
         kernels = (("norm_linear", normed), ("norm_gate_up", f"{normed}Pairs"), ("linear_residual", staged.name))
         linear = [linear_kernel(name, kind, f"decode::{geometry}") for name, geometry in kernels]
         for kernel in (*linear, attention_kernel(dtype, head_size)):
@@ -115,7 +117,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         if linear.adapters is not None or rows > MAX_PACKED_ROWS:
             return False
         if linear.is_packed:
-            return packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed) is not None
+            return packed_rows(rows, linear.weight.layout, self.gpu, normed) is not None
         limit = self.module.shared_limit
         return geometries.norm_linear_shared_bytes(rows, [linear.weight.shape[1]], limit) <= limit
 
@@ -126,7 +128,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         two inputs, which are as wide as each other and normed alike, the first is of the compute dtype.
         """
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
-        batch, ranks = self._batch(inputs, linear), linear.ranks
+        batch = self._batch(inputs, linear)
         check_room("output", output, batch, linear.width)
         layer, place = linear_argument(linear, batch, rows, scale), own_rows(output, linear)
         prefix, arguments = self._arguments(inputs, layer, kept_argument(kept, widths[-1]), place, next_early)
@@ -134,27 +136,21 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
             name = "rounded_linear" if inputs[0].weight is None else "norm_linear"
             return self._packed(prefix + name, linear, arguments)
         if len(inputs) == 1:
-            geometry = geometries.norm_geometry(batch, widths, capacity_of(self.module), False, ranks)
-            kernel = self._kernel(f"{prefix}norm_linear", geometry.name, linear, inputs[0].weight is not None)
-        else:
-            second = "float" if inputs[1].values.dtype == "float32" else self._type
-            kernel, geometry = linear_kernel("norms_linear", self._type, second), geometries.WIDE
-        shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths), ranks)
+            return self._dense(f"{prefix}norm_linear", inputs[0], linear, arguments, 1)
+        second = "float" if inputs[1].values.dtype == "float32" else self._type
+        kernel, geometry = linear_kernel("norms_linear", self._type, second), geometries.WIDE
+        shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths))
         return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
-        is_normed = normed.weight is not None
         rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
         check_room("output", output, batch, rows)
         layer, number = linear_argument(linear, batch, rows, 1.0), contract.activation_number(activation)
         prefix, arguments = self._arguments([normed], layer, KeptArgument(), output.pointer, True, number)
         if linear.is_packed:
-            name = "norm_" if is_normed else "rounded_" if normed.values.dtype == "float32" else ""
+            name = "norm_" if normed.weight is not None else "rounded_" if normed.values.dtype == "float32" else ""
             return self._packed(f"{prefix}{name}gate_up", linear, arguments)
-        geometry = geometries.norm_geometry(batch, [normed.columns], capacity_of(self.module), True, linear.ranks)
-        kernel = self._kernel(f"{prefix}norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
-        shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
-        return self._launch(kernel, geometry, 2, linear, shared, arguments)
+        return self._dense(f"{prefix}norm_gate_up", normed, linear, arguments, 2)
 
     def token_gate_linear(self, normed, linear, activation, through, output):
         """See `NumpyDecodeKernels.token_gate_linear`."""
@@ -171,10 +167,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         prefix, arguments = self._arguments([normed], *own, beside=(normed_argument(through, self.dtype),))
         if linear.is_packed:
             return self._packed(f"{prefix}token_gate", linear, arguments)
-        geometry = geometries.norm_geometry(batch, [normed.columns], capacity_of(self.module), False, linear.ranks)
-        shared = geometry.norm_bytes(1, 1, batch, normed.columns, linear.ranks)
-        kernel = self._kernel(f"{prefix}token_gate", geometry.name, linear)
-        return self._launch(kernel, geometry, 1, linear, shared, arguments)
+        return self._dense(f"{prefix}token_gate", normed, linear, arguments, 1)
 
     def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
         rows, columns = linear.weight.shape
@@ -184,7 +177,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         check_room("output", output, batch, linear.width)
         limit, ranks = self.module.shared_limit, linear.ranks
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        staged = geometries.staged_geometry(batch, columns, capacity_of(self.module), ranks)
+        staged = geometries.staged_geometry(batch, columns, self.gpu, ranks)
         geometry = staged or geometries.residual_geometry(batch, limit, ranks)
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
@@ -241,7 +234,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
     def _packed(self, name: str, linear: LinearWeights, arguments: Any) -> Launch:
         """The launch of the same arguments by packed_rows.cu."""
         layout, batch, normed = linear.weight.layout, arguments.linear.batch, "norm_" in name
-        way = packed_rows(batch, layout, capacity_of(self.module), normed)
+        way = packed_rows(batch, layout, self.gpu, normed)
         if way is None or linear.adapters is not None or (name.endswith("gate_up") and layout.rows % 16):
             raise KernelError(
                 f"packed layers of few rows take up to {MAX_PACKED_ROWS} that fit into shared memory, no LoRA adapters "
@@ -250,9 +243,18 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         check_rounded(layout, self.dtype)
         kernel = packed_rows_kernel(name, self.dtype, way, layout, LINEAR_MACROS)
         shared = way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
-        return Launch(
-            self.module, kernel, way.grid(layout.rows, capacity_of(self.module)), THREADS, shared, (arguments,)
-        )
+        return Launch(self.module, kernel, way.grid(layout.rows, self.gpu), THREADS, shared, (arguments,))
+
+    def _dense(
+        self, name: str, normed: NormedInput, linear: LinearWeights, arguments: NormLinearArgument, tiles: int
+    ) -> Launch:
+        """The launch of a kernel that takes one input, for units of `tiles` times 8 weight rows."""
+        batch, columns, ranks = arguments.linear.batch, normed.columns, linear.ranks
+        geometry = geometries.norm_geometry(batch, [columns], self.gpu, tiles == 2, ranks)
+        is_normed = normed.weight is not None or name.endswith("token_gate")  # which norms nothing in any case
+        kernel = self._kernel(name, geometry.name + ("Pairs" if tiles == 2 else ""), linear, is_normed)
+        shared = geometry.norm_bytes(tiles, 1, batch, columns, ranks)
+        return self._launch(kernel, geometry, tiles, linear, shared, arguments)
 
     def _kernel(self, name: str, geometry: str, linear: LinearWeights, normed: bool = True) -> Kernel:
         adapted = "false" if linear.adapters is None else "true"

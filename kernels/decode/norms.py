@@ -22,17 +22,18 @@ from edgellm.kernels.decode.arguments import (
 )
 from edgellm.kernels.decode.contract import NormedInput
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launch import Argument, Kernel, KernelModule, Launch
 
 
-class _Norm(ctypes.Structure):
+class _Norm(Argument):
     """`Norm` of norm.cu."""
 
-    _fields_ = [
+    holds_next = True
+    _fields_ = (
         ("input", NormedArgument),
         ("kept", KeptArgument),
         *members("void* output order scales", "int stride width begin steps next_early"),
-    ]
+    )
 
 
 class _NormResidual(ctypes.Structure):
@@ -44,16 +45,17 @@ class _NormResidual(ctypes.Structure):
     ]
 
 
-class _NormParts(ctypes.Structure):
+class _NormParts(Argument):
     """`NormParts` of norm.cu."""
 
-    _fields_ = [
+    holds_next = True
+    _fields_ = (
         ("parts", NormedArgument * contract.MAX_PARTS),
         ("widths", ctypes.c_int * contract.MAX_PARTS),
         ("next_early", ctypes.c_int),
         ("wholes", ctypes.c_int * contract.MAX_PARTS),
         *members("void* squares"),
-    ]
+    )
 
 
 _NORM_MACROS = (

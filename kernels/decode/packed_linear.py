@@ -79,8 +79,13 @@ def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity, adapted: boo
         if sizes[-1] <= gpu.shared_limit:
             found.append(beside[0] if beside else possible[-1])
     if not found:
-        raise KernelError(
-            f"no packed layer of {batch} rows and {layout.columns} columns fits in the {gpu.shared_limit} bytes of "
-            "shared memory that a block has"
-        )
+        raise no_room(batch, layout, gpu)
     return found
+
+
+def no_room(batch: int, layout: DeviceLayout, gpu: Capacity) -> KernelError:
+    """The error where no way of multiplying `batch` rows of activations has the shared memory that it needs."""
+    return KernelError(
+        f"no packed layer of {batch} rows and {layout.columns} columns fits in the {gpu.shared_limit} bytes of shared "
+        "memory that a block has"
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, padded_columns, slice_steps
 from edgellm.kernels.decode.geometries import NORM_SUMS_BYTES, block_share
-from edgellm.kernels.decode.packed_tiles import FEW_MULTIPROCESSORS, is_plain, packed_tiling
+from edgellm.kernels.decode.packed_tiles import is_plain, packed_tiling
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.fitted import fitted
@@ -125,11 +125,8 @@ def packed_rows_ways(
 ) -> list[PackedRows]:
     """All that have room, the fastest first. Of one row, and on few multiprocessors, there is room for all blocks of a
     multiprocessor at once."""
-    few = gpu.multiprocessors <= FEW_MULTIPROCESSORS
-    most = (
-        _MOST_PLAIN_ROWS if gpu.has_clusters and not few and is_plain(layout) and not experts_rows else MAX_PACKED_ROWS
-    )
-    if batch > most:
+    is_measured = gpu.has_clusters and not gpu.is_small and is_plain(layout) and not experts_rows
+    if batch > (_MOST_PLAIN_ROWS if is_measured else MAX_PACKED_ROWS):
         return []
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
     one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
@@ -152,7 +149,7 @@ def packed_rows_ways(
         tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
         at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))
         way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident, bool(late), bool(bulk))
-        if (one or few) and way.grid(layout.rows, gpu)[0] > gpu.multiprocessors:
+        if (one or gpu.is_small) and way.grid(layout.rows, gpu)[0] > gpu.multiprocessors:
             way = next(each for each in way.smaller() if each.blocks == 1 or needed(each) <= room(each))
         if needed(way) <= gpu.shared_limit:
             found.append(way)
@@ -162,7 +159,7 @@ def packed_rows_ways(
 def _filling_forms(batch: int, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:
     """What was found fast for a row on few multiprocessors: blocks that fill their shared memory, of matrices that have
     a tile for each."""
-    if gpu.multiprocessors > FEW_MULTIPROCESSORS or batch > 1 or not is_plain(layout):
+    if not gpu.is_small or batch > 1 or not is_plain(layout):
         return ()
     forms: tuple[tuple[int, ...], ...] = _FILLING if gpu.has_clusters else _FILLING_ALONE
     weight_tiles, _, blocks, *_ = forms[0]
@@ -179,8 +176,6 @@ def _experts_forms(rows: int, sharing: int, layout: DeviceLayout, gpu: Capacity)
 
 def _k_form(layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[int, ...] | None:
     """What was found fast for one row of K types where there are many multiprocessors, if anything."""
-    if gpu.multiprocessors <= FEW_MULTIPROCESSORS:
-        return None
     share = slice_steps(layout.columns) // slices_end_every(layout.columns)
     if of_experts:
         return _K_EXPERTS if share == 1 else None
@@ -197,12 +192,13 @@ def _forms(batch: int, layout: DeviceLayout, gpu: Capacity, of_experts: bool) ->
     one, plain = batch == 1, is_plain(layout) and not of_experts
     tiles = -(-layout.rows // (2 * BLOCK_ROWS * gpu.multiprocessors))
     is_brief = slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
-    if plain and gpu.multiprocessors > FEW_MULTIPROCESSORS:
+    if plain and not gpu.is_small:
         if one and (measured := _MEASURED.get((layout.rows, layout.columns))) is not None:
             return measured, *_OVERLAPPING
         if batch > MAX_NORMED_ROWS and is_brief and tiles <= max(_APART):
             return _APART[next(most for most in _APART if tiles <= most)], *_OVERLAPPING
-    if one and layout.kind == "levels" and (form := _k_form(layout, gpu, of_experts)) is not None:
+    is_known = one and not gpu.is_small and layout.kind == "levels"
+    if is_known and (form := _k_form(layout, gpu, of_experts)) is not None:
         return form, *_OVERLAPPING
     share = slice_steps(layout.columns) // slices_end_every(layout.columns)  # blocks of weights, of a warp
     if not of_experts and 4 * layout.rows <= 2 * BLOCK_ROWS * gpu.multiprocessors and 2 < share <= 6:

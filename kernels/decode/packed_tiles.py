@@ -7,7 +7,7 @@ from itertools import product
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
-from edgellm.kernels.decode.packed_linear import PackedTiling, packed_tilings
+from edgellm.kernels.decode.packed_linear import PackedTiling, no_room, packed_tilings
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.fitted import fitted
@@ -23,7 +23,7 @@ _TOKEN_TILES = (1, 2, 3, 4, 6, 8)
 LEAST_ROWS = 9
 #: What `fitted.json` says of each.
 _FITTED = "packed layers of 9 to 64 rows"
-_OF_MANY, _OF_FEW, FEW_MULTIPROCESSORS = fitted(_FITTED, "many", "few", "few_multiprocessors")
+_OF_MANY, _OF_FEW = fitted(_FITTED, "many", "few")
 _NARROW, _WIDE = fitted(_FITTED, "narrow", "wide")
 _STARTS, _COPIED, _JOINS, _UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = fitted(
     _FITTED, "starts", "copied", "joins", "unhidden", "dequantizes", "barriers", "few_warps"
@@ -117,15 +117,12 @@ def is_plain(layout: DeviceLayout) -> bool:
 
 def packed_tiles(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiles]:
     """All that take `batch` rows of activations in the shared memory that a block gets, the fastest first."""
-    forms = _OF_FEW if gpu.multiprocessors <= FEW_MULTIPROCESSORS else _OF_MANY
+    forms = _OF_FEW if gpu.is_small else _OF_MANY
     chosen = forms[next(most for most in forms if most >= batch)]
     fitting = [_fitting(PackedTiles(*sizes), batch, layout, gpu) for sizes in chosen]
     found = [tiling for tiling in fitting if tiling is not None]
     if not found:
-        raise KernelError(
-            f"no packed layer of {batch} rows and {layout.columns} columns fits in the {gpu.shared_limit} bytes of "
-            "shared memory that a block has"
-        )
+        raise no_room(batch, layout, gpu)
     return sorted(found, key=lambda tiling: tiling.clocks(batch, layout.rows, layout.columns, gpu))
 
 

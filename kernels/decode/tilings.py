@@ -51,6 +51,11 @@ class Capacity:
     has_clusters: bool = True
     architecture: str = "sm_90"
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it has so few multiprocessors, as boards have, that what was found fast there is fast on it."""
+        return self.multiprocessors <= _FEW_MULTIPROCESSORS
+
     @cached_property
     def speeds(self) -> tuple[int, int]:
         """Bytes from memory, and multiply-adds of a multiprocessor, in a clock."""
@@ -311,14 +316,6 @@ def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capa
 
 
 @cache
-def many_rows_clocks(
-    count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
-) -> float:
-    """The same by the kernels of many rows, whose input is normed."""
-    return fastest_tiling(count, rows, columns, gpu, gated, adapted).clocks(rows, columns, gpu)
-
-
-@cache
 def fastest_tiling(
     count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
 ) -> AnyTiling:
@@ -346,9 +343,9 @@ def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Direc
     """All that take `count` rows of activations and whose threads copy what they multiply: where a GPU has a tensor
     memory accelerator, those that were found fast on many multiprocessors; else all, but those that do not share K on
     few multiprocessors alone."""
-    few, rows = gpu.multiprocessors <= _FEW_MULTIPROCESSORS, -(-count // 16) * 16
+    rows = -(-count // 16) * 16
     if gpu.has_clusters:
-        fast = () if few else (_OVERLAPPING_GATED if gated else _OVERLAPPING).get(rows, ())
+        fast = () if gpu.is_small else (_OVERLAPPING_GATED if gated else _OVERLAPPING).get(rows, ())
         groups = [GroupTiling(rows, *sizes) for sizes in fast]
         return [tiling for tiling in groups if tiling.shared_bytes(tiling.depth) <= gpu.shared_limit]
     found: list[DirectTiling | GroupTiling] = []
@@ -356,7 +353,7 @@ def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Direc
         depths = (8, 6, 4, 3) if weight_tiles * warps <= 16 else (4, 3)
         for depth, chunk_steps in product(depths, (16, 8, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
-            if not few or (gated and weight_tiles % 2):
+            if not gpu.is_small or (gated and weight_tiles % 2):
                 continue
             if tiling.least_stages <= 4 and tiling.shared_bytes(tiling.least_stages) <= gpu.shared_limit:
                 found.append(tiling)

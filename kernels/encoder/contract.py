@@ -18,12 +18,11 @@ A call gives what enqueues it, so that an encoder's launches are prepared once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
-from edgellm.kernels.errors import KernelError
+from edgellm.kernels.numpy_launch import Enqueued
 
 #: The largest head, and the widest rows of a norm: a block holds one of them.
 MAX_HEAD_SIZE, MAX_NORM_WIDTH = 128, 12_000
@@ -40,8 +39,6 @@ ACTIVATION_MACROS = (
     *((f"HOST_PLAIN_{name.upper()}", number) for name, number in ACTIVATIONS.items() if name != "silu"),
 )
 
-Launchable = Callable[[], None]
-
 #: Rows as they come, in float32, with zeros behind, and those that others are made of; a number for each column, what
 #: values are kept within, and query, key and value heads.
 Rows: TypeAlias = Annotated[OwnArray, "RK mixed"]
@@ -56,13 +53,6 @@ Heads: TypeAlias = Annotated[OwnArray, "3GRD compute"]
 def padded_width(columns: int) -> int:
     """Columns of rows that linear layers take, where a model has so many."""
     return -(-columns // WIDTH_STEP) * WIDTH_STEP
-
-
-def activation_number(activation: str) -> int:
-    """The number by which the kernels know an activation. Raises KernelError for others."""
-    if activation not in ACTIVATIONS:
-        raise KernelError(f"encoder kernels have no activation {activation}, only {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[activation]
 
 
 def heads_refusal(size: int) -> str | None:
@@ -215,7 +205,7 @@ class EncoderKernels(Protocol):
         offset: float,
         output: PaddedRows,
         next_early: bool,
-    ) -> Launchable:
+    ) -> Enqueued:
         """Each row normed: with a `bias` a layer norm (Ba et al. 2016), (x - mean) / sqrt(variance + epsilon) weight +
         bias; without, an RMS norm (Zhang and Sennrich 2019), x / sqrt(mean of squares + epsilon) (weight + offset).
 
@@ -223,33 +213,33 @@ class EncoderKernels(Protocol):
         before this one has finished."""
 
     @limited(_check_activation)
-    def activate(self, values: FloatRows, activation: int, output: Annotated[OwnArray, "RP compute"]) -> Launchable:
+    def activate(self, values: FloatRows, activation: int, output: Annotated[OwnArray, "RP compute"]) -> Enqueued:
         """A function of each element, one of `ACTIVATIONS`: x sigmoid(x), x Phi(x), its approximation by tanh or that
         by x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
 
     @limited(_check_columns)
     def copy_rows(
         self, values: GivenRows, rows: Annotated[OwnArray, "R int32"] | None, output: PaddedRows, column: int
-    ) -> Launchable:
+    ) -> Enqueued:
         """Columns from `column` on of row r of the output get row rows[r] of the values, clamped to 0..S-1 (None: row
         r, of R), all behind them zeros. Of parts side by side the first is launched first."""
 
-    def add_rows(self, values: Rows, other: Rows, output: FloatRows) -> Launchable:
+    def add_rows(self, values: Rows, other: Rows, output: FloatRows) -> Enqueued:
         """The sum of two. The output may be the values."""
 
-    def add_scaled_rows(self, values: FloatRows, other: FloatRows, scale: OfColumns, output: FloatRows) -> Launchable:
+    def add_scaled_rows(self, values: FloatRows, other: FloatRows, scale: OfColumns, output: FloatRows) -> Enqueued:
         """values + other * scale, column by column, rounded once. The output may be the values."""
 
     @limited(_check_squares)
     def average_pool(
         self, values: GivenRows, side: int, size: int, output: Annotated[OwnArray, "MK float32"]
-    ) -> Launchable:
+    ) -> Enqueued:
         """The means over squares of `size` by `size` of values that are a picture, `side` rows a line, both in reading
         order. The columns of a square are added up first, each from its uppermost row on, then the sums from the
         left."""
 
     @limited(_check_bounds)
-    def clip_rows(self, values: Rows, bounds: Bounds, output: PaddedRows, column: int) -> Launchable:
+    def clip_rows(self, values: Rows, bounds: Bounds, output: PaddedRows, column: int) -> Enqueued:
         """Columns from `column` on of the output get the values, no less than the first of the `bounds` and no more
         than the second, all behind them zeros. Of parts side by side the first is launched first."""
 
@@ -262,7 +252,7 @@ class EncoderKernels(Protocol):
         bounds: Bounds,
         activation: int,
         output: Annotated[OwnArray, "RK compute"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """A function of each element of the gate, one of `ACTIVATIONS`, times the values, both within their bounds."""
 
     @limited(_check_normed_heads)
@@ -273,7 +263,7 @@ class EncoderKernels(Protocol):
         key_weight: Annotated[OwnArray, "D compute"],
         epsilon: float,
         output: Annotated[OwnArray, "RW float32"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """Each head by an RMS norm of its own, values without a weight; queries times sqrt(D). Of queries and keys the
         third quarter comes first, then the first, the fourth, the second."""
 
@@ -286,11 +276,11 @@ class EncoderKernels(Protocol):
         factor: float,
         epsilon: float,
         output: FloatRows,
-    ) -> Launchable:
+    ) -> Enqueued:
         """An RMS norm without a weight of (factor * values - bias) * scale, or of factor * values."""
 
     @limited(_check_unfold)
-    def unfold(self, values: GivenRows, convolution: Convolution, output: PaddedRows) -> Launchable:
+    def unfold(self, values: GivenRows, convolution: Convolution, output: PaddedRows) -> Enqueued:
         """What each place of a convolution reads, side by side. The channel is the slowest of a result's columns, zeros
         stand behind."""
 
@@ -302,13 +292,13 @@ class EncoderKernels(Protocol):
         mask: Annotated[OwnArray, "R1 float32"] | None,
         epsilon: float,
         output: Annotated[OwnArray, "RK compute"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """A layer norm without a bias of the first K columns of each row, times the mask; at least 0."""
 
     @limited(_check_norm)
     def add_normed(
         self, values: FloatRows, weight: OfColumns, epsilon: float, residual: FloatRows, share: float, output: FloatRows
-    ) -> Launchable:
+    ) -> Enqueued:
         """residual + share * an RMS norm of the values. The output may be the residual."""
 
     @limited(_check_convolution)
@@ -319,7 +309,7 @@ class EncoderKernels(Protocol):
         norm: OfColumns,
         epsilon: float,
         output: Annotated[OwnArray, "RK compute"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """See `GatedConvolution` of the engines: x sigmoid(x) of an RMS norm of each column's causal convolution."""
 
     @limited(_check_local)
@@ -332,7 +322,7 @@ class EncoderKernels(Protocol):
         cap: float,
         scale: Annotated[OwnArray, "D compute"],
         context: Annotated[OwnArray, "RE compute"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """See `LocalAttention` of the engines, of up to `MAX_PAST` rows."""
 
     def product(
@@ -341,13 +331,13 @@ class EncoderKernels(Protocol):
         weight: Annotated[OwnArray, "KC compute"],
         scale: float,
         output: Annotated[OwnArray, "RC mixed"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """scale * values times a weight that is published so, summed in float32 from column 0 on, rounded once."""
 
     @limited(_check_heads)
     def prepare_heads(
         self, qkv: Annotated[OwnArray, "RW mixed"], rotary: Annotated[OwnArray, "RD float32"] | None, heads: Heads
-    ) -> Launchable:
+    ) -> Enqueued:
         """Query, key and value heads, each by itself; queries and keys are turned by the `rotary` rows, cosine half
         then sine half: element j is paired with element j + D/2."""
 
@@ -360,7 +350,7 @@ class EncoderKernels(Protocol):
         past: int,
         scale: float,
         context: Annotated[OwnArray, "RE compute"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """Each query's softmax of scale * scores over its own row and the `past` - 1 rows before it, times values.
 
         Row 0 is a sound's row `first`. Keys and values of the sound's row p are `kept` at p % C: those of rows before
@@ -375,7 +365,7 @@ class EncoderKernels(Protocol):
         visible: Annotated[OwnArray, "R bool"] | None,
         scale: float,
         context: Annotated[OwnArray, "RE compute"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """Each query's softmax of scale * scores over the `visible` rows (None: all) of its window, times values.
 
         Windows are `window` neighbouring rows each; one of no visible row gets zeros.

@@ -23,12 +23,12 @@ from edgellm.kernels.decode.arguments import (
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, slice_steps
 from edgellm.kernels.decode.geometries import DEEP, LINES, NARROW, Geometry, block_share, takes_lines
 from edgellm.kernels.decode.linear import LINEAR_MACROS
-from edgellm.kernels.decode.packed_rows import packed_rows, packed_rows_kernel
+from edgellm.kernels.decode.packed_rows import PackedRows, packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.experts import contract
-from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launch import Argument, Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ADDING_THREADS = 128
@@ -38,9 +38,10 @@ _GROUP_BYTES = 64
 _ROUNDS = 2
 
 
-class _Choice(ctypes.Structure):
+class _Choice(Argument):
     """`Choice` of choice.cu."""
 
+    holds_next = True
     _fields_ = members(
         "void* scores correction x gate scales",
         "int experts chosen columns sigmoid normalized first last next_early",
@@ -56,10 +57,11 @@ class _Addition(ctypes.Structure):
     )
 
 
-class _Product(ctypes.Structure):
+class _Product(Argument):
     """`Product` of few_rows.cuh."""
 
-    _fields_ = [
+    waits_late = True
+    _fields_ = (
         ("linear", LinearArgument),
         ("addition", _Addition),
         *members(
@@ -69,7 +71,7 @@ class _Product(ctypes.Structure):
             "float limit",
             "int beside",
         ),
-    ]
+    )
 
 
 _CHOICE_MACROS = (
@@ -85,6 +87,7 @@ class CudaExperts:
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
         self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
+        self.gpu = capacity_of(module)
 
     def choose(self, choice, routed):
         routing, scores, correction, shared, own, scales = choice
@@ -178,24 +181,22 @@ class CudaExperts:
     ) -> tuple[int, tuple[Kernel, int, int]]:
         """How many pairs of an expert a block multiplies at most, the kernel, the blocks of each pair, or group of
         them, and their shared memory."""
-        (height, columns), layout, gpu = experts.shape, experts.layout, capacity_of(self.module)
+        (height, columns), layout, gpu = experts.shape, experts.layout, self.gpu
         rows, active, gated = pairs // chosen, min(pairs, experts.experts), how.kind == "gated"
         macros = (*_PRODUCT_MACROS, ("HOST_GATE", how.number))
-        most = pairs_at_once(rows, active, (height, columns), gated, layout, gpu)
-        if most is None or (layout is not None and layout.compute != self.dtype):
+        found = expert_way(rows, active, (height, columns), gated, layout, gpu)
+        if found is None or (layout is not None and layout.compute != self.dtype):
             raise KernelError(f"experts of [{height}, {columns}] ({layout}) have no kernel of {self.dtype} here")
-        if layout is None:
-            geometry, tiles, needed = dense_geometry(most, columns, gated, gpu)
-            name = f"decode::{geometry.name}{'Pairs' if gated else ''}"
+        most, way, needed = found
+        if isinstance(way, Geometry):
+            name, tiles = f"decode::{way.name}{'Pairs' if gated else ''}", 1 + gated
             arguments = f"{self._type}, {name}, experts::{how.kind.upper()}, {str(most > 1).lower()}"
             kernel = decode_kernel("experts/dense_rows.cu", f"experts::dense<{arguments}>", macros)
-            at_once = _ROUNDS * geometry.blocks_per_multiprocessor * gpu.multiprocessors
+            at_once = _ROUNDS * way.blocks_per_multiprocessor * gpu.multiprocessors
             return most, (kernel, min(-(-height // (8 * tiles)), -(-at_once // active)), needed)
-        own, every = replace(layout, rows=height), replace(layout, rows=height * active)
-        way = packed_rows(most, every, gpu, normed=False, experts_rows=rows)
-        assert way is not None  # as `pairs_at_once` says
+        assert layout is not None  # whose way it is
+        own = replace(layout, rows=height)
         kernel = packed_rows_kernel(f"expert_{how.kind}", self.dtype, way, own, macros, "experts/packed_rows.cu")
-        needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
         count = experts.experts  # of which rows that choose evenly have pairs of about so many:
         rest = max(0, 1 - chosen / count)  # of a rank's experts there may be fewer than a row chooses
         groups = pairs if most == 1 else min(pairs, math.ceil(count * (1 - rest**rows)))
@@ -204,36 +205,33 @@ class CudaExperts:
         return most, (kernel, blocks, needed)
 
 
-def dense_geometry(pairs: int, columns: int, gated: bool, gpu: Capacity) -> tuple[Geometry, int, int]:
-    """How dense experts are multiplied with so many rows of so many columns: how blocks work, tiles of 8 weight rows of
-    a unit, and their shared memory."""
+def expert_way(
+    rows: int, active: int, matrix: tuple[int, int], gated: bool, layout: DeviceLayout | None, gpu: Capacity
+) -> tuple[int, Geometry | PackedRows, int] | None:
+    """How many pairs of one expert, a `matrix` of rows and columns, a block multiplies at most where so many rows
+    chose, up to so many `active` experts: several of few rows, as far as shared memory has room, else 1; how blocks
+    work, and their shared memory. None where they have not enough. `layout`: that of all experts, if they are packed,
+    whose blocks work as on the active ones' rows."""
+    height, columns = matrix
+    for pairs in (8, 4, 2, 1) if 1 < rows <= MAX_TILED_ROWS else (1,):
+        way: Geometry | PackedRows | None
+        if layout is None:
+            way, needed = _dense_geometry(pairs, columns, gated, gpu)
+        elif (way := packed_rows(pairs, replace(layout, rows=height * active), gpu, False, rows)) is not None:
+            needed = way.shared_bytes(layout.block_bytes, columns, pairs, normed=False)
+        if way is not None and needed + _GROUP_BYTES <= gpu.shared_limit:
+            return pairs, way, needed
+    return None
+
+
+def _dense_geometry(pairs: int, columns: int, gated: bool, gpu: Capacity) -> tuple[Geometry, int]:
+    """How blocks multiply dense experts with so many rows of so many columns, and their shared memory."""
     staged = SLICES * slice_steps(columns) * STEP * 2 * pairs
     room = block_share(gpu.shared_limit, DEEP.blocks_per_multiprocessor)
     geometry = DEEP if not gated and DEEP.ring_bytes(1) + staged <= room else NARROW
     if takes_lines(pairs, LINES.ring_bytes(1 + gated) + staged, gpu):
         geometry = LINES
-    return geometry, 1 + gated, geometry.ring_bytes(1 + gated) + staged
-
-
-def pairs_at_once(
-    rows: int, active: int, matrix: tuple[int, int], gated: bool, layout: DeviceLayout | None, gpu: Capacity
-) -> int | None:
-    """How many pairs of one expert, a `matrix` of rows and columns, a block multiplies at most where so many rows
-    chose, up to so many `active` experts: several of few rows, as far as shared memory has room, else 1; None where it
-    has none for that. `layout`: that of all experts, if they are packed, whose blocks work as on the active ones' rows.
-    """
-    height, columns = matrix
-    for pairs in (8, 4, 2, 1) if 1 < rows <= MAX_TILED_ROWS else (1,):
-        if layout is None:
-            needed = dense_geometry(pairs, columns, gated, gpu)[2]
-        else:
-            way = packed_rows(pairs, replace(layout, rows=height * active), gpu, normed=False, experts_rows=rows)
-            if way is None:
-                continue
-            needed = way.shared_bytes(layout.block_bytes, columns, pairs, normed=False)
-        if needed + _GROUP_BYTES <= gpu.shared_limit:
-            return pairs
-    return None
+    return geometry, geometry.ring_bytes(1 + gated) + staged
 
 
 def counter_words(width: int) -> int:

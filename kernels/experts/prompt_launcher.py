@@ -20,12 +20,12 @@ from edgellm.kernels.decode.arguments import (
     decode_kernel,
     linear_argument,
 )
-from edgellm.kernels.decode.tiled_linear import TiledLinear, capacity_of
+from edgellm.kernels.decode.tiled_linear import TiledLinear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.experts import contract
 from edgellm.kernels.experts.launcher import CudaExperts
-from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launch import Kernel, Launch
 from edgellm.kernels.prefill.linear import REGISTERS, SHARED, PromptTiling, dequantizing
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
@@ -118,10 +118,6 @@ class CudaSortedExperts(CudaExperts):
     """
 
     tiling: PromptTiling | None = None
-
-    def __init__(self, module: KernelModule, dtype: str) -> None:
-        super().__init__(module, dtype)
-        self.gpu = capacity_of(module)
 
     def load(
         self,

@@ -7,18 +7,15 @@ rotary size. A call gives what enqueues it, so that a step is prepared once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import limited
+from edgellm.kernels.decode.contract import attention_refusal
+from edgellm.kernels.numpy_launch import Enqueued
 
-#: The largest head; others have 256 elements at most.
-MAX_HEAD_SIZE = 512
 #: Rings have a multiple of so many rows.
 RING_STEP = 64
-
-Launchable = Callable[[], None]
 
 
 class HeadNorms(NamedTuple):
@@ -63,18 +60,6 @@ class RowScales(NamedTuple):
     value: Annotated[OwnArray, "BGC1 float32"]
 
 
-def prefill_refusal(heads: int, kv_heads: int, size: int, int8: bool = False) -> str | None:
-    """Why these kernels do not take such heads, or None if they do; `int8`: KV rows are."""
-    if int8 and size % 16:
-        return f"prefill attention takes KV caches of int8 for head sizes in multiples of 16, not {size}"
-    if (0 < size <= 256 or size == MAX_HEAD_SIZE) and size % 8 == 0 and heads % kv_heads == 0:
-        return None
-    return (
-        f"prefill attention takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and query heads that are "
-        f"a multiple of the key-value heads, not {heads} query and {kv_heads} key-value heads of {size}"
-    )
-
-
 def _check_heads(sizes: dict[str, Any]) -> str | None:
     size, kv_heads, has_scales = sizes["D"], sizes["G"], "row_scales.key" in sizes
     if has_scales != (sizes["rows.k_cache"] == "int8"):
@@ -97,7 +82,7 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
             f"a ring of {rows} rows for a window of {window} and {sizes['T']} new tokens; expected at least both, in "
             f"whole tiles of {RING_STEP}"
         )
-    return prefill_refusal(heads, kv_heads, size)
+    return attention_refusal(heads, kv_heads, size, group=None)
 
 
 class PrefillKernels(Protocol):
@@ -113,7 +98,7 @@ class PrefillKernels(Protocol):
         row_scales: RowScales | None,
         part: RotaryPart | None,
         queries: Annotated[OwnArray, "BTE compute"] | None,
-    ) -> Launchable:
+    ) -> Enqueued:
         """Make heads ready: norm, then rotary embedding by `rotary`, or `part` of it, cosine half then sine half (None:
         without).
 
@@ -133,7 +118,7 @@ class PrefillKernels(Protocol):
         row_scales: RowScales | None,
         sinks: Annotated[OwnArray, "N compute"] | None,
         cap: float,
-    ) -> Launchable:
+    ) -> Enqueued:
         """`context`: each query's softmax of scale * scores over the rows before its own and its own, times values.
 
         Query head h uses key-value head h // (E / D / G). Token t stands at row start[b] + t. Its result has the bits
@@ -154,7 +139,7 @@ class PrefillKernels(Protocol):
         row_scales: RowScales | None,
         last_seen: Annotated[OwnArray, "BT int32"],
         cap: float,
-    ) -> Launchable:
+    ) -> Enqueued:
         """The same where token t sees the rows up to `last_seen` [b, t], as the tokens of an image see all of it.
 
         That is its own row, start[b] + t, or that of a later of the new tokens, and never less than for the token

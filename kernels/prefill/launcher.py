@@ -8,9 +8,8 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from edgellm.kernels.arrays import DeviceArray, members
-from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import cuda_header
-from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
+from edgellm.kernels.decode.arguments import CUDA_TYPES, addresses, decode_kernel
 from edgellm.kernels.decode.attention_geometries import KEY_TILE, AttentionShape
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -19,6 +18,7 @@ from edgellm.kernels.prefill.contract import PrefillKernels
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 
 _WARPS, _HEADS_THREADS = 4, 256
+_HEADER = ("prefill/arguments.cuh", cuda_header(PrefillKernels))
 #: Warps of a block that dequantizes, each of which makes a block of weights dense.
 _DEQUANTIZE_WARPS = 8
 #: Tiles of keys and of values that have places in memory, by the size that heads are padded to; of the largest a half
@@ -78,8 +78,7 @@ def heads_kernel(dtype: str, size: int, int8: bool = False, source: str | None =
     the values, if it is float32."""
     given, steps = ("float" if source == "float32" else CUDA_TYPES[dtype]), _padded(size) // 16
     expression = f"prefill::prepare_heads<{CUDA_TYPES[dtype]}, {given}, {steps}, {str(int8).lower()}>"
-    name = f"prefill_heads_{dtype}_{given.strip('_')}_{steps}{'_int8' * int8}"
-    return Kernel(_source(name, "heads.cu", expression, MACROS), expression)
+    return decode_kernel("prefill/heads.cu", expression, (), _HEADER)
 
 
 @lru_cache
@@ -88,16 +87,8 @@ def attention_kernel(dtype: str, size: int, tiles: int, kind: AttentionKind = _P
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
     own = (("HOST_WARPS", _WARPS), ("HOST_KEY_TILE", KEY_TILE), ("HOST_BYTES", attention_bytes(size, tiles, kind.int8)))
     sizes = (*own, ("HOST_DIVISION_BYTES", ctypes.sizeof(_Division)))
-    switches = kind._asdict()
-    host = (*sizes, *((f"HOST_{name.upper()}", int(is_so)) for name, is_so in switches.items()))
-    kinds = "".join(f"_{name}" for name, is_so in switches.items() if is_so)
-    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{kinds}"
-    return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
-
-
-def _source(name: str, file: str, expression: str, macros: tuple[tuple[str, int | str], ...]) -> ModuleSource:
-    header = ("prefill/arguments.cuh", cuda_header(PrefillKernels))
-    return ModuleSource(name, (f"prefill/{file}",), (expression,), macros, (header,))
+    host = (*sizes, *((f"HOST_{name.upper()}", int(is_so)) for name, is_so in kind._asdict().items()))
+    return decode_kernel("prefill/attention.cu", expression, host, _HEADER)
 
 
 class CudaPrefill(Launcher):
@@ -136,12 +127,9 @@ class CudaPrefill(Launcher):
         kernel = attention_kernel(queries.dtype, size, tiles, kind)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
 
-    def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
+    def dequantize(self, weight: PackedMatrix, values: DeviceArray) -> Launch:
         """See `NumpyPrefill.dequantize`."""
-        launch = dequantize(self._module, weight, values)
-        if beside:
-            launch.overlap_previous()
-        return launch
+        return dequantize(self._module, weight, values)
 
     def load(self, dtype: str, size: int, tokens: int, heads: int, kind: AttentionKind) -> None:
         """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need."""
@@ -161,8 +149,7 @@ def dequantize_kernel(dtype: str, scales: int, mode: int, arranged: bool = False
     """The kernel for weights of so many `DeviceLayout.scales` and a `DeviceLayout.mode`, in a compute dtype."""
     expression = f"decode::packed::dequantize<{CUDA_TYPES[dtype]}, {scales}, {mode}, {str(arranged).lower()}>"
     macros = (("HOST_DEQUANTIZE_BYTES", ctypes.sizeof(_Dequantize)), ("HOST_WARPS", _DEQUANTIZE_WARPS))
-    name = f"dequantize-{dtype}-{scales}-{mode}{'-arranged' * arranged}"
-    return Kernel(ModuleSource(name, ("decode/dequantize.cu",), (expression,), (*MACROS, *macros)), expression)
+    return decode_kernel("dequantize.cu", expression, macros)
 
 
 def dequantize(module: KernelModule, weight: PackedMatrix, values: DeviceArray) -> Launch:

@@ -9,15 +9,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-import numpy as np
-
-from edgellm.kernels.quantization.packed_weight import Codes
-
 #: Rows and columns of a block, columns of a step and of a lane in it.
 BLOCK_ROWS, BLOCK_COLUMNS, STEP, LANE_COLUMNS = 8, 128, 32, 8
-_LANES, _STEPS = STEP // LANE_COLUMNS, BLOCK_COLUMNS // STEP  # of a row
-#: Words that a lane reads at once.
-_PIECE = 4
 #: Of a column: bits of its code, and by how many they are turned to the left; then other bits, or none.
 Turns = tuple[int, int, int, int]
 
@@ -48,34 +41,3 @@ UPPER_TURNS = MappingProxyType(
         "int6": _halves(*(own for turn in (0, 8) for own in (_NONE, _NONE, (63, 6 + turn), (48, turn)))),
     }
 )
-
-
-def code_words(padded: np.ndarray, codes: Codes) -> np.ndarray:
-    """Codes uint8 of whole blocks [8 D, 128 A], as bytes of blocks: uint8 [D, A, bytes]."""
-    down, along = padded.shape[0] // BLOCK_ROWS, padded.shape[1] // BLOCK_COLUMNS
-    columns = padded.reshape(down, BLOCK_ROWS, along, _STEPS, _LANES, LANE_COLUMNS).transpose(0, 2, 1, 4, 3, 5)
-    lanes, found = columns.reshape(down, along, BLOCK_ROWS, _LANES, -1), list[np.ndarray]()
-    for turns in _tables(codes):
-        words = _joined(lanes.reshape(*lanes.shape[:-1], -1, len(turns)), turns)
-        pieces = words.reshape(*lanes.shape[:-1], -1, min(_PIECE, words.shape[-1]))
-        found.append(np.moveaxis(pieces, 4, 2).reshape(down, along, -1))
-    return np.concatenate(found, axis=-1).view(np.uint8)
-
-
-def _tables(codes: Codes) -> tuple[tuple[Turns, ...], ...]:
-    return (TURNS[codes], UPPER_TURNS[codes]) if codes in UPPER_TURNS else (TURNS[codes],)
-
-
-def _joined(columns: np.ndarray, turns: tuple[Turns, ...]) -> np.ndarray:
-    """The words [...] of codes [..., columns]."""
-    words, every = np.zeros(columns.shape[:-1], np.uint32), np.arange(256, dtype=np.uint32)
-    for column, (low, turn, high, more) in enumerate(turns):
-        if low:
-            words |= (_turned(every & low, turn) | _turned(every & high, more))[columns[..., column]]
-    return words
-
-
-def _turned(words: np.ndarray, bits: int) -> np.ndarray:
-    """Words turned to the left."""
-    bits %= 32
-    return words << np.uint32(bits) | words >> np.uint32(32 - bits) if bits else words

@@ -18,8 +18,8 @@ import numpy as np
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS, TURNS, code_words
-from edgellm.kernels.quantization.packed_weight import PackedWeight, ScaledWeight, WeightFormat, rounded
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS, TURNS
+from edgellm.kernels.quantization.packed_weight import ScaledWeight, WeightFormat, rounded
 from edgellm.kernels.quantization.scale_factors import scale_factors
 
 #: By which small scales of float16 are stored times; the largest that stays finite.
@@ -231,21 +231,6 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
     small = small and bool(np.abs(weight.scales).max(initial=0) <= SMALL_SCALE)
     factored = (format.codes, format.group) == ("fp4", 16) and scale_factors(weight.scales) is not None
     return DeviceLayout(format, *weight.shape, small, compute, product, factored)
-
-
-def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[DeviceLayout, np.ndarray]:
-    """A weight as kernels of a compute dtype (None: the format's) read it: uint8 of `DeviceLayout.shape`.
-
-    Behind the last row and column are zeros.
-    """
-    layout = device_layout(weight, dtype)
-    down, along = layout.blocks
-    padded = np.zeros((down * BLOCK_ROWS, along * BLOCK_COLUMNS), np.uint8)
-    padded[: layout.rows, : layout.columns] = weight.codes
-    result = np.empty(layout.shape, np.uint8)
-    result[..., : layout.code_bytes] = code_words(padded, layout.format.codes)
-    result[..., layout.code_bytes :] = tail_bytes(weight, layout)
-    return layout, result
 
 
 def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:

@@ -109,7 +109,7 @@ def shuffle_kernel(codes: Codes, bits: int) -> Kernel:
 def shuffle(
     module: KernelModule, layout: DeviceLayout, codes: DeviceArray, tails: DeviceArray, data: DeviceArray
 ) -> Launch:
-    """A launch that makes `data` uint8 of `layout.shape` as `to_device_layout` does.
+    """A launch that makes `data` uint8 of `layout.shape` of a weight's codes and what stands beside them.
 
     `codes` uint8 [N, K], one in each byte, or of 4 bits [N, K / 2 or more], two, the first column in the lower half;
     `tails` are `tail_bytes`. Raises KernelError where they do not fit, and for more than 524,280 rows.

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES
+from edgellm.kernels.numpy_launch import Enqueued
 from edgellm.kernels.ranks.nccl import NcclRank
 
 #: The most GPUs that share a model.
@@ -55,7 +57,7 @@ def ranks_source(dtype: str) -> ModuleSource:
     return ModuleSource(f"ranks_{dtype}", ("ranks/sum.cu",), expressions, (*macros.items(),))
 
 
-class ArrayCopy:
+class ArrayCopy(Enqueued):
     """Copies rows on the stream of `module` each time that it is called, between any two GPUs."""
 
     def __init__(self, module: KernelModule, source: DeviceArray, target: DeviceArray, column: int = 0) -> None:
@@ -79,11 +81,9 @@ class ArrayCopy:
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise KernelError(f"copying between GPUs failed: {status}")
 
-    def overlap_previous(self) -> None:
-        """It does not."""
 
-
-class Together(NamedTuple):
+@dataclass(frozen=True)
+class Together(Enqueued):
     """What a rank does with all others by NCCL, in pieces. Each has three `stages`: what counts that the rank has come,
     what all begin as one, and what it does with what came."""
 

@@ -23,11 +23,12 @@ too, a step, a chunk of any length and a commit give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
+from edgellm.kernels.numpy_launch import Enqueued
 
 #: The widest and the narrowest short convolution.
 MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 8
@@ -35,8 +36,6 @@ MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 8
 MAX_NODES, MAX_DELTA_SIZE, MAX_GROUP_SIZE = 64, 256, 8192
 #: Added to the squares of a query or key under the root of its norm.
 NORM_EPSILON = 1e-6
-
-Launchable = Callable[[], None]
 
 
 class Convolution(NamedTuple):
@@ -286,7 +285,7 @@ class RecurrentArrays(Protocol):
         parents: Annotated[OwnArray, "BT int32"] | None,
         kept: Annotated[OwnArray, "BTC float32"] | None,
         state_tokens: Annotated[OwnArray, "B int32"] | None,
-    ) -> Launchable:
+    ) -> Enqueued:
         """`output`: for each token, the sum over its last W tokens, the earliest first, of weight times input, plus
         `bias`.
 
@@ -305,7 +304,7 @@ class RecurrentArrays(Protocol):
         parents: Annotated[OwnArray, "BT int32"] | None,
         kept: Annotated[OwnArray, "BTJ float32"] | None,
         state_tokens: Annotated[OwnArray, "B int32"] | None,
-    ) -> Launchable:
+    ) -> Enqueued:
         """The gated delta rule (Yang et al. 2024) of each value head, token by token.
 
         `rows` are queries and keys of all key heads, then values; value head h has key head h // (G / key heads).
@@ -327,7 +326,7 @@ class RecurrentArrays(Protocol):
         parents: Annotated[OwnArray, "BT int32"] | None,
         kept: Annotated[OwnArray, "BTJ float32"] | None,
         state_tokens: Annotated[OwnArray, "B int32"] | None,
-    ) -> Launchable:
+    ) -> Enqueued:
         """The state space of Mamba-2 (Dao and Gu 2024) of each head, token by token.
 
         `rows` are the values x of all heads, then keys B, then queries C of all groups; head h has those of group h //
@@ -343,7 +342,7 @@ class RecurrentArrays(Protocol):
         gate: Annotated[OwnArray, "BTV mixed"],
         norm: GroupNorm,
         output: Annotated[OwnArray, "BTO compute"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """`output`: `value` times SiLU of its gate, each group divided by the root of the mean of its squares +
         epsilon, times weight."""
 
@@ -357,7 +356,7 @@ class RecurrentArrays(Protocol):
         norm: PartNorm | None,
         squares: Annotated[OwnArray, "BTS float32"],
         output: Annotated[OwnArray, "BTO compute"] | None,
-    ) -> Launchable:
+    ) -> Enqueued:
         """Without a norm, `squares`: at a `place` the sum of the squares of `value` times SiLU of its gate (from column
         `first` on), 0 at others. With one, `output`: `value` times SiLU of its gate, divided by the root of the mean of
         the squares of a whole part, whose sum `squares` have at the place, + epsilon, times weight."""
@@ -369,32 +368,32 @@ class RecurrentArrays(Protocol):
         gate: Annotated[OwnArray, "BTV mixed"],
         norm: GatedHeadNorm,
         output: Annotated[OwnArray, "BTO compute"],
-    ) -> Launchable:
+    ) -> Enqueued:
         """`output`: each head of `value` divided by the root of the mean of its squares + epsilon, times weight, times
         SiLU of its gate."""
 
     @limited(_check_heads)
     def separate_gates(
         self, value: Annotated[OwnArray, "BTV mixed"], heads: GatedHeads, qkv: Annotated[OwnArray, "BTQ mixed"]
-    ) -> Launchable:
+    ) -> Enqueued:
         """`qkv`, of the dtype of `value`: its query, key and value heads without the gates."""
 
     @limited(_check_heads)
     def sigmoid_gate(
         self, value: Annotated[OwnArray, "BTV mixed"], heads: GatedHeads, context: Annotated[OwnArray, "BTO compute"]
-    ) -> Launchable:
+    ) -> Enqueued:
         """Multiply `context`, where it is, by the sigmoid of the gates in `value`."""
 
     @limited(_check_rows)
-    def commit_columns(self, layer: LayerColumns, accepted: AcceptedPath) -> Launchable:
+    def commit_columns(self, layer: LayerColumns, accepted: AcceptedPath) -> Enqueued:
         """The last K inputs of those before and the accepted ones become the columns."""
 
     @limited(_check_delta_rows)
-    def commit_matrices(self, layer: LayerMatrices, accepted: AcceptedPath) -> Launchable:
+    def commit_matrices(self, layer: LayerMatrices, accepted: AcceptedPath) -> Enqueued:
         """The matrix behind the accepted tokens: the bits that a chunk of these tokens leaves."""
 
     @limited(_check_delta_rows)
-    def commit_scans(self, layer: LayerMatrices, accepted: AcceptedPath) -> Launchable:
+    def commit_scans(self, layer: LayerMatrices, accepted: AcceptedPath) -> Enqueued:
         """The same of selective scans."""
 
 
@@ -402,6 +401,6 @@ class RecurrentKernels(RecurrentArrays, Protocol):
     """One implementation of all. A call gives what enqueues it, so that a step is prepared once. Commits are as
     `RecurrentArrays` says, of all layers at once."""
 
-    def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> Launchable: ...  # type: ignore[override]
-    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable: ...  # type: ignore[override]
-    def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable: ...  # type: ignore[override]
+    def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> Enqueued: ...  # type: ignore[override]
+    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Enqueued: ...  # type: ignore[override]
+    def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Enqueued: ...  # type: ignore[override]

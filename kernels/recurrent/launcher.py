@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from edgellm.kernels.arrays import members
@@ -13,6 +13,7 @@ from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
+from edgellm.kernels.numpy_launch import Enqueued
 from edgellm.kernels.recurrent import contract
 
 _CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS, _WIDE_THREADS = 128, 32, 128, 256
@@ -189,57 +190,56 @@ class CudaRecurrent(Launcher):
         sizes, packed = self._packed("sigmoid_gate", value, heads, context)
         return self._by_columns(gates_kernel("sigmoid_gate", value.dtype, context.dtype), sizes, "O", packed)
 
-    def commit_columns(
-        self, layers: Sequence[contract.LayerColumns], accepted: contract.AcceptedPath
-    ) -> contract.Launchable:
-        sizes = [self._check("commit_columns", layer, accepted) for layer in layers]
+    def commit_columns(self, layers, accepted):
+        return self._commit("commit_columns", layers, accepted)
 
-        def launch(of: dict[str, Any], own: Sequence[contract.LayerColumns]) -> Launch:
-            arguments = _CommitColumns(*_path(accepted), of["B"], of["T"], of["N"], of["C"])
-            for place, layer in enumerate(own):
-                arguments.columns[place], arguments.inputs[place] = (array.pointer for array in layer)
-            grid = (-(-of["C"] // _CONVOLUTION_THREADS), len(own), of["B"])
-            kernel = convolution_kernel("commit_columns", of["K"] + 1)
-            return Launch(self._module, kernel, grid, _CONVOLUTION_THREADS, 0, (arguments,))
-
-        return _together(sizes, layers, _MOST_LAYERS, launch)
-
-    def commit_matrices(
-        self, layers: Sequence[contract.LayerMatrices], accepted: contract.AcceptedPath
-    ) -> contract.Launchable:
+    def commit_matrices(self, layers, accepted):
         return self._commit("commit_matrices", layers, accepted)
 
-    def commit_scans(
-        self, layers: Sequence[contract.LayerMatrices], accepted: contract.AcceptedPath
-    ) -> contract.Launchable:
+    def commit_scans(self, layers, accepted):
         return self._commit("commit_scans", layers, accepted)
 
-    def _commit(
-        self, name: str, layers: Sequence[contract.LayerMatrices], accepted: contract.AcceptedPath
-    ) -> contract.Launchable:
-        sizes = [self._check(name, layer, accepted) for layer in layers]
+    def _commit(self, name: str, layers: Sequence[Any], accepted: contract.AcceptedPath) -> _Launches:
+        """Launches of layers of the same sizes, as many at once as one takes."""
+        alike: dict[tuple[Any, ...], list[Any]] = {}
+        for layer in layers:
+            alike.setdefault(tuple(sorted(self._check(name, layer, accepted).items())), []).append(layer)
+        launches, path = list[Launch](), (accepted.indices.pointer, accepted.counts.pointer)
+        for found, own in alike.items():
+            sizes = dict(found)
+            most = min(_MOST_LAYERS, MAXIMUM_ROWS // sizes["B"])
+            for some in (own[begin : begin + most] for begin in range(0, len(own), most)):
+                commit = self._columns if name == "commit_columns" else partial(self._matrices, name)
+                launches.append(commit(sizes, some, path))
+        return _Launches(launches)
 
-        def launch(of: dict[str, Any], own: Sequence[contract.LayerMatrices]) -> Launch:
-            letters = ("B", "T", "N", "R", "G", "E", "D")
-            arguments = _CommitMatrices(*_path(accepted), *(of[letter] for letter in letters))
-            for place, (matrix, rows, gates) in enumerate(own):
-                arguments.matrices[place] = matrix.pointer
-                arguments.rows[place], arguments.gates[place] = rows.pointer, gates.pointer
-            kernel = delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower(), scans=name == "commit_scans")
-            grid = _delta_grid(of, of["B"] * len(own))
-            return Launch(self._module, kernel, grid, _DELTA_THREADS, delta_bytes(of["D"], of["N"]), (arguments,))
+    def _columns(self, sizes: dict[str, Any], own: Sequence[contract.LayerColumns], path: tuple[int, int]) -> Launch:
+        arguments = _CommitColumns(*path, sizes["B"], sizes["T"], sizes["N"], sizes["C"])
+        for place, layer in enumerate(own):
+            arguments.columns[place], arguments.inputs[place] = (array.pointer for array in layer)
+        grid = (-(-sizes["C"] // _CONVOLUTION_THREADS), len(own), sizes["B"])
+        kernel = convolution_kernel("commit_columns", sizes["K"] + 1)
+        return Launch(self._module, kernel, grid, _CONVOLUTION_THREADS, 0, (arguments,))
 
-        for each in sizes:
-            _check_sizes(name, each)
-        most = min(_MOST_LAYERS, MAXIMUM_ROWS // sizes[0]["B"]) if sizes else 1
-        return _together(sizes, layers, most, launch)
+    def _matrices(
+        self, name: str, sizes: dict[str, Any], own: Sequence[contract.LayerMatrices], path: tuple[int, int]
+    ) -> Launch:
+        _check_sizes(name, sizes)
+        arguments = _CommitMatrices(*path, *(sizes[letter] for letter in ("B", "T", "N", "R", "G", "E", "D")))
+        for place, layer in enumerate(own):
+            pointers = (array.pointer for array in layer)
+            arguments.matrices[place], arguments.rows[place], arguments.gates[place] = pointers
+        keys, nodes, scans = sizes["D"], sizes["N"], name == "commit_scans"
+        kernel = delta_kernel("commit_matrices", keys, str(nodes == 1).lower(), scans=scans)
+        grid = _delta_grid(sizes, sizes["B"] * len(own))
+        return Launch(self._module, kernel, grid, _DELTA_THREADS, delta_bytes(keys, nodes), (arguments,))
 
     def _by_columns(self, kernel: Kernel, sizes: dict[str, Any], letter: str, packed: ctypes.Array) -> Launch:
         grid = (-(-sizes[letter] // _GATES_THREADS), sizes["T"], sizes["B"])
         return Launch(self._module, kernel, grid, _GATES_THREADS, 0, (packed,))
 
 
-class _Launches:
+class _Launches(Enqueued):
     """Launches that follow each other: one, unless layers differ or are very many."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
@@ -250,28 +250,8 @@ class _Launches:
             launch()
 
     def overlap_previous(self) -> None:
-        """See `Launch.overlap_previous`."""
         for launch in self._launches:
             launch.overlap_previous()
-
-
-def _together(
-    sizes: Sequence[dict[str, Any]], layers: Sequence[Any], most: int, launch: Callable[[dict[str, Any], Any], Launch]
-) -> _Launches:
-    """Launches of layers of the same sizes, up to `most` each."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, each in enumerate(sizes):
-        alike.setdefault(tuple(sorted(each.items())), []).append(number)
-    launches = []
-    for numbers in alike.values():
-        for begin in range(0, len(numbers), most):
-            own = numbers[begin : begin + most]
-            launches.append(launch(sizes[own[0]], [layers[number] for number in own]))
-    return _Launches(launches)
-
-
-def _path(accepted: contract.AcceptedPath) -> tuple[int, int]:
-    return accepted.indices.pointer, accepted.counts.pointer
 
 
 def _check_sizes(kernel: str, sizes: dict[str, Any], nodes: int = 1) -> None:

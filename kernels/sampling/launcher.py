@@ -138,7 +138,7 @@ class CudaSampling(Launcher):
         """
         super().__init__(module, SamplingKernels)
         self._step = step_source(dtype)
-        module.load_for_any(self._step)
+        module.load(self._step)
         self._rows = workspace.size // _ROW_BYTES
         self._workspace = workspace
         self._best = workspace[: 8 * self._rows]

@@ -1,18 +1,17 @@
-"""Weights of 4 to 8 bits, read back from the layout of the kernels (`edgellm.kernels.quantization.device_layout`)."""
+"""Weights of 4 to 8 bits in the layout of the kernels (`edgellm.kernels.quantization.device_layout`), and read back."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from edgellm.kernels.quantization.code_words import (
-    _LANES,
-    _PIECE,
-    _STEPS,
+    BLOCK_COLUMNS,
     BLOCK_ROWS,
     LANE_COLUMNS,
+    STEP,
+    TURNS,
+    UPPER_TURNS,
     Turns,
-    _tables,
-    _turned,
 )
 from edgellm.kernels.quantization.device_layout import (
     _BYTE_FACTOR,
@@ -21,9 +20,29 @@ from edgellm.kernels.quantization.device_layout import (
     _factor,
     _scale_dtype,
     _zero_offset,
+    device_layout,
+    tail_bytes,
 )
 from edgellm.kernels.quantization.packed_weight import Codes, Levels, PackedWeight
 from edgellm.kernels.quantization.scale_factors import ScaleFactors
+
+#: Of a row in a block: lanes, and steps of columns; words that a lane reads at once.
+_LANES, _STEPS, _PIECE = STEP // LANE_COLUMNS, BLOCK_COLUMNS // STEP, 4
+
+
+def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[DeviceLayout, np.ndarray]:
+    """A weight as kernels of a compute dtype (None: the format's) read it: uint8 of `DeviceLayout.shape`.
+
+    Behind the last row and column are zeros.
+    """
+    layout = device_layout(weight, dtype)
+    down, along = layout.blocks
+    padded = np.zeros((down * BLOCK_ROWS, along * BLOCK_COLUMNS), np.uint8)
+    padded[: layout.rows, : layout.columns] = weight.codes
+    result = np.empty(layout.shape, np.uint8)
+    result[..., : layout.code_bytes] = code_words(padded, layout.format.codes)
+    result[..., layout.code_bytes :] = tail_bytes(weight, layout)
+    return layout, result
 
 
 def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
@@ -108,3 +127,34 @@ def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float16":
         return bits.view(np.float16).astype(np.float32)
     return (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else bits.view(np.float32)
+
+
+def code_words(padded: np.ndarray, codes: Codes) -> np.ndarray:
+    """Codes uint8 of whole blocks [8 D, 128 A], as bytes of blocks: uint8 [D, A, bytes]."""
+    down, along = padded.shape[0] // BLOCK_ROWS, padded.shape[1] // BLOCK_COLUMNS
+    columns = padded.reshape(down, BLOCK_ROWS, along, _STEPS, _LANES, LANE_COLUMNS).transpose(0, 2, 1, 4, 3, 5)
+    lanes, found = columns.reshape(down, along, BLOCK_ROWS, _LANES, -1), list[np.ndarray]()
+    for turns in _tables(codes):
+        words = _joined(lanes.reshape(*lanes.shape[:-1], -1, len(turns)), turns)
+        pieces = words.reshape(*lanes.shape[:-1], -1, min(_PIECE, words.shape[-1]))
+        found.append(np.moveaxis(pieces, 4, 2).reshape(down, along, -1))
+    return np.concatenate(found, axis=-1).view(np.uint8)
+
+
+def _tables(codes: Codes) -> tuple[tuple[Turns, ...], ...]:
+    return (TURNS[codes], UPPER_TURNS[codes]) if codes in UPPER_TURNS else (TURNS[codes],)
+
+
+def _joined(columns: np.ndarray, turns: tuple[Turns, ...]) -> np.ndarray:
+    """The words [...] of codes [..., columns]."""
+    words, every = np.zeros(columns.shape[:-1], np.uint32), np.arange(256, dtype=np.uint32)
+    for column, (low, turn, high, more) in enumerate(turns):
+        if low:
+            words |= (_turned(every & low, turn) | _turned(every & high, more))[columns[..., column]]
+    return words
+
+
+def _turned(words: np.ndarray, bits: int) -> np.ndarray:
+    """Words turned to the left."""
+    bits %= 32
+    return words << np.uint32(bits) | words >> np.uint32(32 - bits) if bits else words

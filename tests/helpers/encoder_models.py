@@ -15,6 +15,7 @@ from numpy_kernel_device import NumpyKernelDevice, NumpySegment
 
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
+from edgellm.engines.backends.padded_weights import Padding
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
@@ -292,10 +293,18 @@ class EncoderBackend(NumpyBackend):
         return padded_arrays(self._engines[0], super().load_weights(checkpoint, specs, progress))
 
 
+def padded_weight(padding: Padding, values: np.ndarray) -> np.ndarray:
+    """A whole weight as it stands in memory."""
+    found = np.zeros(padding.shape, values.dtype)
+    for begin, piece in padding.pieces(0, values.reshape(-1)):
+        found.reshape(-1)[begin : begin + piece.size] = piece
+    return found
+
+
 def padded_arrays(engine: EncoderEngine, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays as the engine takes them."""
-    paddings = engine.paddings
-    return {name: paddings[name].padded(array) if name in paddings else array for name, array in arrays.items()}
+    own = engine.paddings
+    return {name: padded_weight(own[name], array) if name in own else array for name, array in arrays.items()}
 
 
 def _positions(config: VisionConfig) -> np.ndarray | None:

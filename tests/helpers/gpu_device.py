@@ -44,7 +44,7 @@ def load_kernels(gpu: Any, dtype: str = "float16", rows: int = 8) -> None:
     module = KernelModule(gpu.gpu, gpu.stream)
     gpu.kernels = CudaSampling(module, dtype, gpu.zeros((CudaSampling.workspace_bytes(rows),), "uint8"))
     for source in (CONSTRAINING, DRAWING, WALK, ADVANCE):  # which tests capture at once
-        module.load_for_any(source)
+        module.load(source)
     gpu.acceptance = CudaAcceptance(module, gpu.kernels)
     gpu.draft_tree, gpu.images = CudaTree(module, dtype), CudaImages(module, dtype)
 

@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from device_weights import to_device_layout
 from gpu_device import device_copy
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import (
     LEVEL_COLUMNS,
     Codes,

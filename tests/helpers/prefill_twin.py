@@ -9,7 +9,7 @@ from device_weights import from_device_layout
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.heads_twin import rms_norm
 from edgellm.kernels.numpy_launch import NumpyLaunch, checked_launch
-from edgellm.kernels.prefill.contract import KeyValueRows, Launchable, PrefillKernels, RotaryPart, RowScales
+from edgellm.kernels.prefill.contract import KeyValueRows, PrefillKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
@@ -57,10 +57,9 @@ class NumpyPrefill:
     def attention_ahead(self, queries, rows, scale, context, row_scales, last_seen, cap=0.0):
         _causal_attention(queries, rows, scale, context, row_scales, last_seen, cap=cap)
 
-    def dequantize(self, weight: PackedWeight | PackedMatrix, values: np.ndarray, beside: bool = False) -> Launchable:
+    def dequantize(self, weight: PackedWeight | PackedMatrix, values: np.ndarray) -> NumpyLaunch:
         """`values` [N, K] compute: those of a packed weight that takes inputs as they are: `PackedWeight.values`, times
-        the inputs' scales where it has such. `beside`: it may run beside the launches before it that dequantize
-        others."""
+        the inputs' scales where it has such."""
         if isinstance(weight, PackedMatrix):  # as the device has it: of codes alone
             weight = from_device_layout(weight.layout, weight.data)
         scales = np.float32(1) if weight.input_scales is None else weight.input_scales

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests" / "helpers")]
 from as_device import one_of, parse
 from device_limits import read_around
+from device_weights import to_device_layout
 from provenance import provenance
 from random_layouts import MXFP4, even_weight
 
@@ -53,7 +54,7 @@ from edgellm.kernels.experts.launcher import counter_words
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts, expert_tilings
 from edgellm.kernels.launch import KernelModule, Launch
 from edgellm.kernels.prefill.linear import CudaPromptLinear
-from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LAYERS, DTYPE, _SERIES, _SKEW = 8, "float16", 3, 0.8

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests" / "helpers")]
 from as_device import one_of, parse
+from device_weights import to_device_layout
 from provenance import provenance
 
 from edgellm.device.limits import gpu_milliseconds
@@ -47,7 +48,7 @@ from edgellm.kernels.launch import KernelModule, Launch
 from edgellm.kernels.prefill.contract import KeyValueRows
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 SHAPES = {

@@ -5,6 +5,7 @@ Nothing is written but TensorRT's plans: eight billion weights are there in seco
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
+from device_weights import to_device_layout
 from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
 from random_gguf import MIXTURES
@@ -38,7 +42,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns
 

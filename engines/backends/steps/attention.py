@@ -19,7 +19,7 @@ from edgellm.kernels.decode.attention_geometries import (
     attention_partials,
     attention_shared_bytes,
 )
-from edgellm.kernels.prefill.contract import RING_STEP, HeadNorms, KeyValueRows, RotaryPart, RowScales, prefill_refusal
+from edgellm.kernels.prefill.contract import RING_STEP, HeadNorms, KeyValueRows, RotaryPart, RowScales
 from edgellm.kernels.prefill.launcher import AttentionKind, attention_bytes
 from edgellm.kernels.recurrent.contract import GatedHeads
 
@@ -114,7 +114,7 @@ class PromptTokens(_AnyAttention):
 
     def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
         shape, size = program.shape, step.heads[2]
-        refused = prefill_refusal(*step.heads, shape.kv_cache == "int8") or _layer_refusal(step, shape)
+        refused = contract.attention_refusal(*step.heads, shape.kv_cache == "int8", None) or _layer_refusal(step, shape)
         if step.sinks is not None and step.looks_ahead:
             refused = "it has attention sinks, and tokens see those behind them"
         return refused or too_large(attention_bytes(size, 2 if size <= 128 else 1, shape.kv_cache == "int8"), limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.engines.backends.steps.implementation import Implementation, kept_scratch, step_rows
+from edgellm.engines.backends.steps.implementation import Implementation, step_rows
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.expert_steps import ChooseExperts, DownExperts, GateUpExperts
 from edgellm.engines.model.program import Program
@@ -20,7 +20,7 @@ from edgellm.kernels.experts.contract import (
     experts_refusal,
     matrix_refusal,
 )
-from edgellm.kernels.experts.launcher import counter_words, pairs_at_once
+from edgellm.kernels.experts.launcher import counter_words, expert_way
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.row_runs import PackedLayout
 
@@ -62,7 +62,7 @@ class _Pairs(Implementation[Any]):
         if refused is None and rows * step.mixture.chosen > MAX_PAIRS:
             refused = f"pairs of rows and experts are up to {MAX_PAIRS}, not {rows * step.mixture.chosen}"
         gpu, active = Capacity(shared_limit=limit), min(rows * step.mixture.chosen, step.mixture.experts)
-        if refused is None and pairs_at_once(rows, active, step.matrix, gated, _one(layout), gpu) is None:
+        if refused is None and expert_way(rows, active, step.matrix, gated, _one(layout), gpu) is None:
             refused = f"blocks have no room for experts {list(step.matrix)} in {limit} bytes of shared memory"
         return refused
 
@@ -70,8 +70,7 @@ class _Pairs(Implementation[Any]):
 class GateUpPairs(_Pairs):
     """Gates and ups, with their activation."""
 
-    def scratch(self, step: GateUpExperts, program: Program) -> Edge:
-        return {step.output: program.kinds[step.output]}
+    keeps_dtype = True
 
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
         given, ids, output = map(run.array, (step.value, step.ids, step.output))
@@ -86,9 +85,8 @@ class DownPairs(_Pairs):
         return {COUNTERS: ((rows, counter_words(width)), "uint32")} if rows <= MAX_TILED_ROWS else {}
 
     def scratch(self, step: DownExperts, program: Program) -> Edge:
-        rows, width = self._rows_of(step, program)
-        products = (rows, step.mixture.chosen * step.matrix[0]), "float32"
-        return {step.output: ((rows, width), "float32"), step.products: products} | kept_scratch(step, program)
+        products = (step_rows(step, program), step.mixture.chosen * step.matrix[0]), "float32"
+        return super().scratch(step, program) | {step.products: products}
 
     def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
         return [*run.keeping(step), *self._added(step, run)]

@@ -26,6 +26,8 @@ class Implementation(Generic[StepKind]):
 
     #: For messages: "kernels of few rows".
     name = "kernels"
+    #: Whether what it writes has the dtype that the program gives it; else that is float32.
+    keeps_dtype = False
     #: Whether it reads the engine's `attention_mask`, and in decode steps, too.
     reads_mask = reads_decode_mask = False
 
@@ -49,7 +51,8 @@ class Implementation(Generic[StepKind]):
     def scratch(self, step: StepKind, program: Program) -> Edge:
         """Shape and dtype of what it writes, and of what it needs beside that; of what steps share, the largest counts,
         and tensors at the engine's edge do not."""
-        return {step.output: (self._rows_of(step, program), "float32")}
+        dtype = program.kinds[step.output][1] if self.keeps_dtype else "float32"
+        return {step.output: (self._rows_of(step, program), dtype)} | _kept_scratch(step, program)
 
     def counters(self, step: StepKind, program: Program) -> Edge:
         """Shape and dtype of memory that is zero between its launches, which is no part of what engines share; of one
@@ -82,7 +85,7 @@ def step_rows(step: Step, program: Program) -> int:
     return math.prod(program.kinds[step.output][0][:-1])
 
 
-def kept_scratch(step: Step, program: Program) -> Edge:
+def _kept_scratch(step: Step, program: Program) -> Edge:
     """What a step needs for `Launching.keeping`."""
     if step.keeps is None or step.kept_value is None:
         return {}

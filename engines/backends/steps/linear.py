@@ -32,9 +32,8 @@ from edgellm.kernels.decode.contract import (
 from edgellm.kernels.decode.geometries import linear_residual_shared_bytes, norm_linear_shared_bytes, norm_shared_bytes
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
-from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
-from edgellm.kernels.encoder.contract import ACTIVATIONS, MAX_NORM_WIDTH, activation_number
-from edgellm.kernels.launch import run_beside
+from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest_tiling, few_rows_clocks
+from edgellm.kernels.encoder.contract import ACTIVATIONS, MAX_NORM_WIDTH
 from edgellm.kernels.quantization.row_runs import DenseRows
 
 #: What a linear layer gives before it is normed and added, or before its activation, where that is another launch.
@@ -68,19 +67,18 @@ class _AnyLinear(implementation.Implementation[Any]):
 
     def scratch(self, step: Layer, program: Program) -> Edge:
         found, (rows, width) = super().scratch(step, program), self._rows_of(step, program)
-        kept = implementation.kept_scratch(step, program)
         if not step.prepares:
-            kept |= {} if _keeps_apart(step) else {JOINED_INPUTS: ((0,), "compute")}
+            found |= {} if _keeps_apart(step) else {JOINED_INPUTS: ((0,), "compute")}
             found |= {} if step.norm is None else {UNNORMED: ((rows * width,), "float32")}
             found |= launching.other_place(step, program)
         else:
             given = math.prod(program.kinds[step.kept_value][0][:-1])
-            kept[JOINED_INPUTS] = (given * padded_columns(step.linear.weight.shape[1]),), "compute"
-            found |= dict.fromkeys(found, ((rows, width), "float32" if step.activation is None else "compute"))
+            found[JOINED_INPUTS] = (given * padded_columns(step.linear.weight.shape[1]),), "compute"
+            found[step.output] = (rows, width), "float32" if step.activation is None else "compute"
             inserts_apart = step.into is not None and step.linear.name in program.adapted
             if inserts_apart or (step.activation is not None and (not step.gated or _has_runs(step, program))):
                 found[SUMS] = ((rows * step.linear.weight.shape[0],), "float32")
-        return found | kept
+        return found
 
     def joins(self, step: Layer, run: Launching) -> bool:
         linear = LinearWeights(run.array(step.linear.weight.name))
@@ -130,7 +128,7 @@ class _AnyLinear(implementation.Implementation[Any]):
         for part in linear.runs:
             launches = self._normed(step, run, part, next_early)
             if found:
-                run_beside(launches[0], found[-1])
+                launches[0].run_beside(found[-1])
             found += launches
             step = replace(step, keep=None)
         return found
@@ -156,7 +154,7 @@ class _AnyLinear(implementation.Implementation[Any]):
             through = run.columns(step.through, step.first, output)
             return [*launches, run.kernels.few.token_gate(apart, activation, through, output)]
         rows = output.reshape(-1, output.shape[-1])
-        return [*launches, run.kernels.encoder.activate(apart, activation_number(activation), rows)]
+        return [*launches, run.kernels.encoder.activate(apart, ACTIVATIONS[activation], rows)]
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         """The launches of a layer with what stands before it."""
@@ -261,8 +259,8 @@ class ManyRows(_AnyLinear):
 
     def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
         adapted, (rows, columns) = step.linear.name in program.adapted, step.linear.weight.shape
-        clocks = many_rows_clocks(implementation.step_rows(step, program), rows, columns, gpu, step.gated, adapted)
-        return clocks + _norm_count(step) * NORM_CLOCKS
+        tiling = fastest_tiling(implementation.step_rows(step, program), rows, columns, gpu, step.gated, adapted)
+        return tiling.clocks(rows, columns, gpu) + _norm_count(step) * NORM_CLOCKS
 
 
 class PackedRows(_AnyLinear):

@@ -19,22 +19,21 @@ from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Step
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import NormedInput
+from edgellm.kernels.numpy_launch import Enqueued
 from edgellm.kernels.quantization.row_runs import PackedRuns
 
 #: Where dense weights of packed ones are, and what a run keeps; each begins at a multiple of so many elements.
 _BESIDE, _ALIGNMENT = "beside plans", 256
 
 
-class PlanLaunch:
-    """Enqueues an engine that other runs may share on what it is bound to."""
+class PlanLaunch(Enqueued):
+    """Enqueues an engine that other runs may share on what it is bound to. TensorRT's kernels wait for what was
+    enqueued before."""
 
     name = "TensorRT"
 
     def __init__(self, engine: Any, bindings: Mapping[str, Array]) -> None:
         self._engine, self._bindings = engine, bindings
-
-    def overlap_previous(self) -> None:
-        """TensorRT's kernels wait for what was enqueued before."""
 
     def __call__(self) -> None:
         self._engine.bind(self._bindings)
@@ -94,7 +93,7 @@ class ByPlan(Implementation[Step]):
             arrays[name] = run.moved(whole) if name.startswith(NEXT) else run.array(whole)
         bindings = {name: arrays[name].reshape(*size) for name, (size, _) in segment.program.edge.items()}
         for name in (name for name in beside if name not in segment.kept):
-            launches += self._dense(run, run.array(segment.name_in_whole(name)), bindings[name], bool(launches))
+            launches += self._dense(run, run.array(segment.name_in_whole(name)), bindings[name])
         launches.append(PlanLaunch(run.kernels.plans[self.plan_shape(program)], bindings))
         for name, keep in segment.kept.items():
             rows, target = bindings[name], run.array(keep.target)
@@ -104,15 +103,15 @@ class ByPlan(Implementation[Step]):
         return launches
 
     @staticmethod
-    def _dense(run: Launching, weight: Any, values: Array, beside: bool) -> list[Any]:
-        """What makes a packed weight's dense values, [N, K], beside each other; dense rows are copied."""
+    def _dense(run: Launching, weight: Any, values: Array) -> list[Any]:
+        """What makes a packed weight's dense values, [N, K]; dense rows are copied."""
         launches, first = list[Any](), 0
         for part in weight.runs if isinstance(weight, PackedRuns) else (weight,):
             own = values[first : first + part.shape[0]]
             launches.append(
                 run.kernels.few.norm(NormedInput(part, None), own, 0)
                 if isinstance(part, Array)
-                else run.kernels.prefill.dequantize(part, own, beside=beside or bool(launches))
+                else run.kernels.prefill.dequantize(part, own)
             )
             first += part.shape[0]
         return launches

@@ -6,10 +6,9 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from edgellm.engines.backends.steps.implementation import Implementation, kept_scratch
+from edgellm.engines.backends.steps.implementation import Implementation
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import AddResidual, Assemble, Reduce, SquareSums
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 from edgellm.kernels.recurrent.contract import group_refusal
@@ -23,9 +22,6 @@ class SumRanks(Implementation[Reduce]):
     def refusal(self, step: Reduce, program: Program, limit: int) -> str | None:
         width = program.kinds[step.output][0][-1]
         return None if width % 8 == 0 else f"ranks add rows in eights, not of {width}"
-
-    def scratch(self, step: Reduce, program: Program) -> Edge:
-        return super().scratch(step, program) | kept_scratch(step, program)
 
     def launches(self, step: Reduce, run: Launching, next_early: bool) -> list[Any]:
         value, output = run.array(step.value), run.array(step.output)
@@ -56,9 +52,6 @@ class SquaresOfParts(Implementation[SquareSums]):
 
 class AddNormed(Implementation[AddResidual]):
     """Adds a sum to selected rows, or behind a norm."""
-
-    def scratch(self, step: AddResidual, program: Program) -> Edge:
-        return super().scratch(step, program) | kept_scratch(step, program)
 
     def launches(self, step: AddResidual, run: Launching, next_early: bool) -> list[Any]:
         launches, (normed, apart) = run.keeping(step), run.normed(run.array(step.value), step.norm)

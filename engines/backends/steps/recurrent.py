@@ -8,21 +8,15 @@ from edgellm.engines.backends.steps.implementation import Implementation, too_la
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
-from edgellm.engines.model.states import Edge
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.recurrent import contract
 from edgellm.kernels.recurrent.launcher import delta_bytes
 
 
-class _OwnDtype(Implementation[Any]):
-    """Writes values of the dtype that the program gives them."""
-
-    def scratch(self, step: Any, program: Program) -> Edge:
-        return {step.output: (self._rows_of(step, program), program.kinds[step.output][1])}
-
-
-class ConvolveColumns(_OwnDtype):
+class ConvolveColumns(Implementation[ShortConvolution]):
     """Short convolutions."""
+
+    keeps_dtype = True
 
     def refusal(self, step: ShortConvolution, program: Program, limit: int) -> str | None:
         if (nodes := _nodes(program)) > contract.MAX_NODES:
@@ -40,9 +34,10 @@ class ConvolveColumns(_OwnDtype):
         return [run.kernels.recurrent.short_convolution(value, convolution, bias, before, output, *when)]
 
 
-class UpdateMatrices(_OwnDtype):
+class UpdateMatrices(Implementation[GatedDelta]):
     """Gated delta rules."""
 
+    keeps_dtype = True
     gates: Any = contract.DeltaGates
     rule = "gated_delta"
 
@@ -65,8 +60,10 @@ class UpdateSpaces(UpdateMatrices):
     rule = "selective_scan"
 
 
-class NormGated(_OwnDtype):
+class NormGated(Implementation[GatedNorm]):
     """Norms of heads, times a gate, and norms behind gates."""
+
+    keeps_dtype = True
 
     def refusal(self, step: GatedNorm, program: Program, limit: int) -> str | None:
         if step.norm.bias is not None or step.norm.offset:

@@ -8,7 +8,6 @@ from edgellm.engines.backends.steps.implementation import Implementation
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.row_steps import TokenInputs
-from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, Normed, NormParts, Scale, SideBySide
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 
@@ -34,8 +33,7 @@ class AddRows(Implementation[Add]):
 class NormRows(Implementation[Normed]):
     """Norms whole rows."""
 
-    def scratch(self, step: Normed, program: Program) -> Edge:
-        return {step.output: program.kinds[step.output]}
+    keeps_dtype = True
 
     def launches(self, step: Normed, run: Launching, next_early: bool) -> list[Any]:
         normed, _ = run.normed(run.array(step.value), step.norm)
@@ -45,8 +43,7 @@ class NormRows(Implementation[Normed]):
 class RowsSideBySide(Implementation[SideBySide]):
     """Copies the columns of values beside each other."""
 
-    def scratch(self, step: SideBySide, program: Program) -> Edge:
-        return {step.output: program.kinds[step.output]}
+    keeps_dtype = True
 
     def launches(self, step: SideBySide, run: Launching, next_early: bool) -> list[Any]:
         output = run.array(step.output)

@@ -19,6 +19,7 @@ from encoder_models import (
     grids_of,
     lengths_of,
     padded_arrays,
+    padded_weight,
     random_encoder,
     random_speech,
     shape_of,
@@ -206,18 +207,7 @@ def test_pieces_of_a_weight_come_where_they_belong(padding: Padding, step: int) 
     whole = found.reshape(padding.parts, -1, 1 if padding.columns is None else found.shape[1])
     np.testing.assert_array_equal(whole[:, : rows.shape[1], :columns], rows)
     assert found.sum() == published.sum() and padding.zeros == found.size - published.size
-    np.testing.assert_array_equal(padding.padded(published), found)
-
-
-def test_elements_are_found_where_they_are_published() -> None:
-    padding = Padding(6, 5, 2)
-    numbered = padding.padded(np.arange(30.0) + 1).reshape(-1)
-    for published in (slice(0, 30), slice(5, 20), slice(15, 30)):
-        place = padding.place(published)
-        for index, value in enumerate(numbered[place]):
-            if value:
-                assert padding.published_index(published, index) == value - 1 - published.start
-        assert padding.published_index(published, -1) == -1
+    np.testing.assert_array_equal(padded_weight(padding, published), found)
 
 
 def test_weights_of_published_encoders_that_are_padded() -> None:

@@ -103,7 +103,7 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     module = SimpleNamespace(
-        load_for_any=lambda source: compiler.compiled_now(source, "sm_90"),
+        load=lambda source: compiler.compiled_now(source, "sm_90"),
         side_by_side=lambda waits: nullcontext(),
         close=lambda: None,
     )

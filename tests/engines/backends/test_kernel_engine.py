@@ -29,6 +29,7 @@ from decode_models import (
     random_model,
     step_shape,
 )
+from device_weights import to_device_layout
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 
@@ -49,7 +50,7 @@ from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLine
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.row_runs import PackedRuns
 
 WAYS = pytest.mark.parametrize("way", [FewRows, ManyRows])

@@ -6,17 +6,18 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from edgellm.engines.backends.kernel_engine import stand_in
-from edgellm.engines.building.needed_kernels import AbsentBackend
+from edgellm.engines.building.needed_kernels import AbsentBackend, AbsentModule
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode.contract import AddedTo, LinearWeights, NormedInput
+from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.gpu import absent_gpu
-from edgellm.kernels.launch import run_beside
 
 
 def launches_of(folder: Path, shape: str, weights: str) -> list[Any]:
@@ -73,13 +74,25 @@ def test_what_takes_nothing_of_the_launch_before_runs_beside_it(
 def test_nothing_runs_beside_what_adds_to_a_residual_stream() -> None:
     """Nor beside kernels that do not hold back the next one, nor where its own kernel waits first."""
 
-    def pair(own: dict[str, int], other: dict[str, int]) -> list[dict[str, int]]:
-        made = [SimpleNamespace(_arguments=(SimpleNamespace(**each),)) for each in (own, other)]
-        run_beside(*made)
-        return [vars(each._arguments[0]) for each in made]
+    few = CudaDecodeKernels(AbsentModule(absent_gpu("sm_90", 132, 227 << 10)), "float16", 64)
+    x, residual, total = (DeviceArray(place << 20, (1, 64), "float32") for place in (1, 2, 3))
+    weight, linear = DeviceArray(1 << 20, (64,), "float16"), LinearWeights(DeviceArray(1 << 20, (64, 64), "float16"))
 
-    plain = {"next_early": 1, "beside": 0}
-    assert pair(plain, plain) == [{"next_early": 1, "beside": 1}, {"next_early": 0, "beside": 0}]
-    assert pair(plain, {"next_early": 1}) == [{"next_early": 1, "beside": 1}, {"next_early": 0}]
-    refused = [(plain, plain | {"added": 1}), (plain, {"next_early": 1, "beside": 1}), (plain, {}), ({}, plain)]
-    assert [pair(*each) for each in refused] == [[*each] for each in refused]
+    def product(added: bool = False) -> Any:
+        to = AddedTo(residual, total, weight, 1e-5) if added else None
+        return few.norm_linear([NormedInput(x, weight, 1e-5, added=to)], linear, x)
+
+    def norm() -> Any:
+        return few.norm(NormedInput(x, weight, 1e-5), DeviceArray(1 << 20, (1, 64), "float16"))
+
+    def beside(launch: Any, before: Any) -> list[tuple[int, int]]:
+        launch.run_beside(before)
+        given = (each._arguments[0] for each in (launch, before))
+        return [(getattr(each, "next_early", 1), getattr(each, "beside", 0)) for each in given]
+
+    late = product()
+    assert beside(late, product()) == [(1, 1), (0, 0)]
+    assert beside(product(), norm()) == [(1, 1), (0, 0)]
+    for launch, before in ((product(), product(added=True)), (norm(), product()), (product(), few.cap_rows(x, 1.0))):
+        assert beside(launch, before) == [(1, 0), (1, 0)]
+    assert beside(product(), late) == [(1, 0), (1, 1)]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from decode_models import LLAMA
+from device_weights import to_device_layout
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 from prompt_arrays import (
@@ -27,7 +28,7 @@ from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation, PackedMatrix
 
 ADAPTED = {"lora_slots": 2, "lora_rank": 8}
 

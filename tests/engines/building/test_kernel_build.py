@@ -260,7 +260,7 @@ weights = WeightLayouts(directory.models, directory.checkpoints, directory.dtype
 kept = directory.kept_kernels(gpu)
 backend = Backend(directory.models, directory.limits, directory.dtype, weights.planned, kept.gpu)
 module = KernelModule(gpu, SimpleNamespace(handle=0), kept)
-module.driver, module.load_prepared = Driver(), module.load  # pycuda launches nothing here
+module.driver = Driver()
 backend.use(module)
 try:
     with module.side_by_side():

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_weights import from_device_layout
+from device_weights import from_device_layout, to_device_layout
 from gguf_writing import NUMBERS, random_blocks
 from safetensors import safe_open
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, BlockLayout
 from edgellm.engines.quantization.layout import LinearTensors
-from edgellm.kernels.quantization.device_layout import layout_refusal, to_device_layout
+from edgellm.kernels.quantization.device_layout import layout_refusal
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 NON_LINEAR = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from absent_gpu import TARGET, Module, prepare
+from device_weights import to_device_layout
 from golden_files import golden_folder, largest_difference
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_checkpoints import write_packed
@@ -38,7 +39,7 @@ from edgellm.engines.quantization.stored import fused
 from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear
-from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 
 GOLDENS, DECODERS = golden_folder("quantized"), golden_folder("decoder")
 PACKED = GOLDENS / "ct_w4_qwen3_5"

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_files import read_tensors, write_tensors
+from device_weights import to_device_layout
 from multimodal_engines import IMAGE_ROWS, LIMITS
 from packed_checkpoints import pack_embedding, write_packed
 from safetensors.numpy import load_file, save_file
@@ -33,7 +34,6 @@ from edgellm.engines.errors import BuildError, EngineDirectoryError, EngineError
 from edgellm.engines.families.programs import model_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import SnapshotError
-from edgellm.kernels.quantization.device_layout import to_device_layout
 
 SYSTEM = "You are a robot. Be brief."
 CHATS = [

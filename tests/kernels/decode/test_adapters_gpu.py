@@ -9,6 +9,7 @@ import pytest
 from decode_models import TOLERANCE
 from decode_twins import NumpyDecodeKernels
 from device_bits import from_bits, relative, to_bits
+from device_weights import to_device_layout
 from gpu_device import device_copy
 from packed_weights import packed_copy, random_packed
 
@@ -17,7 +18,7 @@ from edgellm.kernels.decode.contract import LinearAdapters, LinearWeights, Norme
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.row_runs import AnyPacked, PackedRuns
 
 pytestmark = pytest.mark.gpu

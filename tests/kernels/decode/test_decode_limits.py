@@ -139,7 +139,7 @@ def test_linear_layers_of_many_rows_refuse_what_does_not_fit():
     ("heads", "kv_heads", "size"), [(8, 1, 264), (8, 1, 60), (17, 1, 64), (7, 2, 64), (8, 1, 0)], ids=str
 )
 def test_heads_that_attention_does_not_take_are_named(heads: int, kv_heads: int, size: int) -> None:
-    assert f"not head size {size} with {heads} query heads" in attention_refusal(heads, kv_heads, size)
+    assert f"not {heads} query and {kv_heads} key-value heads of {size}" in attention_refusal(heads, kv_heads, size)
     assert attention_refusal(8, 1, 256) is attention_refusal(8, 1, 512) is None
 
 

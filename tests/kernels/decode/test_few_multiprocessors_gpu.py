@@ -12,12 +12,12 @@ from expert_cases import on_gpu, random_ids, random_layer
 from gpu_device import device_copy
 from packed_weights import compute_bits, packed_copy, random_packed
 
-from edgellm.kernels.decode import linear as launches
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import LINES
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.packed_rows import packed_rows
 from edgellm.kernels.decode.tiled_linear import capacity_of
+from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.experts import launcher
 from edgellm.kernels.experts.contract import Activation
 from edgellm.kernels.experts.launcher import CudaExperts
@@ -45,14 +45,13 @@ def _found(gpu: Any, made: Made) -> list[np.ndarray]:
     return found
 
 
-def _compare(gpu: Any, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Made]) -> None:
+def _compare(gpu: Any, kernels: CudaDecodeKernels | CudaExperts, make: Callable[[], Made]) -> None:
     """Launches as they are, and those of the same GPU with few multiprocessors."""
     few = replace(capacity_of(gpu.kernel_module), multiprocessors=16)
     if LINES.ring_bytes(2) * 2.5 > few.shared_limit:
         pytest.skip("two blocks have too little shared memory")
     expected = _found(gpu, make())
-    for module in (launches, launcher):
-        monkeypatch.setattr(module, "capacity_of", lambda _: few)
+    kernels.gpu = few
     made = make()
     assert all("decode::Lines" in launch.name or "packed::" in launch.name for launch, _ in made)
     for found, wanted in zip(_found(gpu, made), expected, strict=True):
@@ -61,7 +60,7 @@ def _compare(gpu: Any, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Made]
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("width", "columns"), [(2400, 2048), (132, 520), (300, 1536), (1028, 2560), (64, 8)])
-def test_dense_layers_in_whole_lines(gpu, rows: int, width: int, columns: int, monkeypatch) -> None:
+def test_dense_layers_in_whole_lines(gpu, rows: int, width: int, columns: int) -> None:
     """Of steps that are even and odd, of columns and rows that end within a piece."""
     kernels, dtype = CudaDecodeKernels(gpu.kernel_module, "float16", 64), "float16"
     linear = LinearWeights(_random(gpu, dtype, width, columns), _random(gpu, dtype, width))
@@ -84,7 +83,7 @@ def test_dense_layers_in_whole_lines(gpu, rows: int, width: int, columns: int, m
             made.append((through, (gated,)))
         return made
 
-    _compare(gpu, monkeypatch, make)
+    _compare(gpu, kernels, make)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -101,12 +100,15 @@ def test_dense_experts_in_whole_lines(gpu, rows: int, monkeypatch: pytest.Monkey
         gate_up = kernels.gate_up(x, ids, layers[0], Activation(), inner)
         return [(gate_up, (inner,)), (kernels.down(y, ids, layers[1], outer), (outer,))]
 
-    monkeypatch.setattr(launcher, "pairs_at_once", lambda *_: min(rows, 2))
-    _compare(gpu, monkeypatch, make)
+    def way(rows: int, active: int, matrix: tuple[int, int], gated: bool, layout: None, gpu: Capacity) -> tuple:
+        return min(rows, 2), *launcher._dense_geometry(min(rows, 2), matrix[1], gated, gpu)
+
+    monkeypatch.setattr(launcher, "expert_way", way)
+    _compare(gpu, kernels, make)
 
 
 @pytest.mark.parametrize(("width", "columns"), [(4096, 2048), (1024, 8192)])
-def test_packed_layers_by_bulk_copies(gpu, width: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_layers_by_bulk_copies(gpu, width: int, columns: int) -> None:
     """Of several tiles a block, and of several blocks of weights a warp, more than the ring has."""
     kernels, dtype = CudaDecodeKernels(gpu.kernel_module, "float16", 64), "float16"
     packed = packed_copy(gpu, random_packed(width, columns, 128, False, dtype, codes="int4"), dtype)
@@ -126,4 +128,4 @@ def test_packed_layers_by_bulk_copies(gpu, width: int, columns: int, monkeypatch
             (kernels.linear_residual(x, linear, residual, sums), (sums,)),
         ]
 
-    _compare(gpu, monkeypatch, make)
+    _compare(gpu, kernels, make)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_weights import to_device_layout
 from expert_cases import ACTIVATIONS, ROUTINGS, absent_experts, random_layer, random_scores
 from experts_twin import NumpyExperts
 from packed_weights import GGUF_FORMATS
@@ -34,7 +35,7 @@ from edgellm.kernels.experts.contract import (
 )
 from edgellm.kernels.experts.launcher import CudaExperts
 from edgellm.kernels.gpu import absent_gpu
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 MIXTURES = {

@@ -20,7 +20,6 @@ from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights,
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.experts.contract import Activation, Addition, Choice, ExpertWeights, Routed, Routing
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
-from edgellm.kernels.launch import run_beside
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu
@@ -321,7 +320,7 @@ def test_overlapping_launches_multiply_by_what_was_just_chosen(gpu, rows: int) -
 
     apart, together = launches(), launches()
     for number in (2, 4):
-        run_beside(together[number], together[number - 1])
+        together[number].run_beside(together[number - 1])
     for launch in together:
         launch.overlap_previous()
         launch()

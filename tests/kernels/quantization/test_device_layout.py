@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from device_weights import from_device_layout
+from device_weights import from_device_layout, to_device_layout
 from packed_weights import GGUF_FORMATS, random_of, random_packed, rescaled, with_factors
 
 from edgellm.kernels.bfloat16 import bfloat16_bits, float32_of
@@ -18,7 +18,6 @@ from edgellm.kernels.quantization.device_layout import (
     _bits,
     device_layout,
     layout_refusal,
-    to_device_layout,
 )
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat
 

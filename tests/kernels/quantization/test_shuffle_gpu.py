@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from device_weights import to_device_layout
 from gguf_writing import random_blocks
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS, random_of, random_packed
@@ -15,7 +16,7 @@ from edgellm.engines.quantization.layout import LinearTensors
 from edgellm.engines.quantization.stored import fused
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.block_codes import BLOCK_CODES, block_codes, block_levels, unblock
-from edgellm.kernels.quantization.device_layout import device_layout, tail_bytes, to_device_layout
+from edgellm.kernels.quantization.device_layout import device_layout, tail_bytes
 from edgellm.kernels.quantization.packed_weight import Codes
 from edgellm.kernels.quantization.turn import shuffle
 
