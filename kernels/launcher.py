@@ -52,8 +52,9 @@ class Launcher:
                 return
             function = module.function(kernel, shared_bytes)
             pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-            given = shared_bytes, module.stream, ctypes.addressof(pointers), 0
-            (status,) = module.driver.cuLaunchKernel(function, x, y, z, threads, 1, 1, *given)
+            (status,) = module.driver.cuLaunchKernel(
+                function, x, y, z, threads, 1, 1, shared_bytes, module.stream, ctypes.addressof(pointers), 0
+            )
             if status != module.driver.CUresult.CUDA_SUCCESS:
                 raise KernelError(f"launching {kernel.expression} failed: {status}")
         except KernelError:
