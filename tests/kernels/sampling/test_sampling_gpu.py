@@ -384,15 +384,15 @@ def test_a_failed_launch_leaves_a_clean_workspace(gpu, random_numbers, monkeypat
     rows = awkward_rows(random_numbers, 4096)
     settings = sampling_rows(8, top_k=40, top_p=0.9)
     arguments = [on_device(gpu, value) for value in (rows, settings, np.zeros(8, np.float32))]
-    prepared = gpu.kernels._module.prepared
+    function = gpu.kernels._module.function
 
-    def failing(kernel, *sizes):
+    def failing(kernel, shared_bytes):
         if kernel.expression == "filter_histogram":
             raise KernelError("the launch is made to fail")
-        return prepared(kernel, *sizes)
+        return function(kernel, shared_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpu.kernels._module, "prepared", failing)
+        patch.setattr(gpu.kernels._module, "function", failing)
         with pytest.raises(KernelError, match="made to fail"):
             gpu.kernels.filter_threshold(*arguments)
     assert not gpu.download(gpu.kernels._workspace).any()
