@@ -91,6 +91,11 @@ class Player:
         self.plans = candidate_plans(DraftingConfig(), runner.limits)
         self._known = KnownAnswers(runner, [plan.name for plan in self.plans])
         self._contents = [KVContents() for _ in range(runner.limits.max_batch)]
+        if runner.backend.fixed_shapes:  # as a model that is opened does, before its first answer
+            drafter = Learner(runner.verification.most_given, True, SuffixIndex(), self.plans)
+            runner.plan_captures(drafter.plans, drafter.forced_plans)
+            while runner.capture_next():
+                pass
 
     def script(self, batch: Sequence[Text]) -> Script:
         """Texts in the model's tokens."""
@@ -185,7 +190,7 @@ def measure(players: Sequence[Player], workload: Workload, turns: int) -> dict[s
     if len(players) > 1:
         ways["again"] = Policy
     else:
-        for name in ("plain", "auto"):  # captures steps and rounds: those of fixed plans are captured by now
+        for name in ("plain", "auto"):  # takes what the first use of anything takes
             player.seconds(answers, ways[name]())
     found: dict[str, list[list[list[float]]]] = {name: [] for name in ways}
     for turn in range(turns):

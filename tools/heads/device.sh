@@ -92,7 +92,7 @@ measure) # 20 of the prompts for speeds; what is worth most comes first
   wait; figures
   speeds() { for name in file-int4 base-as-published file-as-published file-int8 base-int4 base-int8; do
     bench "$1-$name" 40 "$2" $W/$name $two $W/few.jsonl "$3" --temperature 0; done; }
-  [ ! -e $W/llama/llama-bench ] || { part llama 25 env CUDA_VISIBLE_DEVICES=0 LD_LIBRARY_PATH=$W/llama $W/llama/llama-bench -m $MODEL -p 128 -n 128 -fa 1 -ngl 99 -r 3 -o md
+  [ ! -e $W/llama/llama-bench ] || { part llama 25 env CUDA_VISIBLE_DEVICES=0 LD_LIBRARY_PATH=$W/llama${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} $W/llama/llama-bench -m $MODEL -p 128 -n 128 -fa 1 -ngl 99 -r 3 -o md
     tail -n 6 $W/logs/llama.txt; }
   if [ "$second" = 1 ]; then speeds whole 0 $many_tokens & AS="tools/bench/as_device.py orin" speeds orin 1 $few_tokens; wait
   else speeds whole 0 $many_tokens; AS="tools/bench/as_device.py orin" speeds orin 0 $few_tokens; fi ;;
