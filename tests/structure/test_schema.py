@@ -581,7 +581,7 @@ def shares_parts():
 )
 def test_an_enormous_schema_ends_soon_in_a_clear_error(make, words):
     schema = make()
-    with within_seconds(2), pytest.raises(RequestError, match=words):
+    with within_seconds(3), pytest.raises(RequestError, match=words):
         Structure(json=schema)
 
 
