@@ -581,7 +581,8 @@ def shares_parts():
 )
 def test_an_enormous_schema_ends_soon_in_a_clear_error(make, words):
     schema = make()
-    with within_seconds(3), pytest.raises(RequestError, match=words):
+    longest = 3 if words.startswith("takes too much work") else 2  # all the work that there may be, 1.4 s alone
+    with within_seconds(longest), pytest.raises(RequestError, match=words):
         Structure(json=schema)
 
 
