@@ -148,6 +148,12 @@ class Backend(Protocol):
     def copy(self, target: Array, source: Array) -> None:
         """Set `target` from a device array of its shape and dtype that does not overlap it, in order with the rest."""
 
+    def move_slots(
+        self, arrays: Sequence[Array], source: int, target: int, rows: int | None = None, swaps: bool = False
+    ) -> None:
+        """Let slot `target` of each of `arrays` [S, ...] hold what slot `source` does and, where it `swaps`, the other
+        way round, too: all of it or, of arrays [S, G, C, D], the first `rows` of C rows of each of G groups."""
+
     def signal(self) -> Signal:
         """A signal between the device and the host."""
 

@@ -245,6 +245,9 @@ class CudaBackend(CudaDevice):
         """See `Backend`: TensorRT where it runs a step of the base that kernels refuse, whose rows have its bits."""
         return "tensorrt" if self.share is None and self.executors.refused["base"] else self._asked
 
+    def move_slots(self, arrays: Sequence[DeviceArray], *how: Any) -> None:
+        self.acceptance.move_slots(arrays, *how)
+
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""
         planned = self.executors.planned(shape)

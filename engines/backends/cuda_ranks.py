@@ -168,6 +168,17 @@ class CudaRanks(CudaBackend):
         for one, other in pairs:
             super().copy(one, other)
 
+    def move_slots(self, arrays: Sequence[Any], *how: Any) -> None:
+        """See `Backend.move_slots`: each rank moves what it has of arrays that ranks share."""
+        super().move_slots([array for array in arrays if not isinstance(array, RankedArray)], *how)
+        shared = [array.parts for array in arrays if isinstance(array, RankedArray)]
+
+        def launches(rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
+            return [partial(backend.acceptance.move_slots, [parts[rank][1] for parts in shared], *how)]
+
+        if shared:
+            self.run(self.each(launches))
+
     def _of_heads(self, way: str, array: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
         """Copy each rank's heads on one stream, so that the last is done when all are."""
         copy = getattr(super(), way)

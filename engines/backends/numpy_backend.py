@@ -155,6 +155,17 @@ class NumpyBackend:
     def upload(self, array: np.ndarray, values: np.ndarray) -> None:
         np.copyto(array, values)
 
+    def move_slots(
+        self, arrays: Sequence[np.ndarray], source: int, target: int, rows: int | None = None, swaps: bool = False
+    ) -> None:
+        for array in arrays:
+            slots = array[source : source + 1], array[target : target + 1]
+            one, other = slots if rows is None else (slot[:, :, :rows] for slot in slots)
+            kept = other.copy()
+            other[...] = one
+            if swaps:
+                one[...] = kept
+
     copy = upload
 
     signal = staticmethod(NumpyWork)

@@ -18,8 +18,8 @@ from edgellm.engines.model.states import (
     LayerState,
     WindowRows,
     decoder_states,
-    exchange_bytes,
     kept_edge,
+    largest_state,
     recurrent_states,
     state_bytes,
     state_edge,
@@ -98,14 +98,11 @@ def plan_memory(
     }
     if mapped:
         items["an expert's weights"] = max(weight_bytes(spec, dtype) // spec.experts for spec in mapped)
-    if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
-        items["slot exchange"] = exchange_bytes(states, dtype)
     if windows:
         items["KV rows of windows"] = windows
     if recurrent:
-        items["recurrent states"] = recurrent_bytes(layers, limits.max_batch) + exchange_bytes(
-            state_edge(recurrent, 1, 1), dtype
-        )
+        zeros = largest_state(state_edge(recurrent, 1, 1)) * ITEM_SIZES["float32"]
+        items["recurrent states"] = recurrent_bytes(layers, limits.max_batch) + zeros
         items["inputs of recurrent layers"] = kept_bytes(layers, limits.max_batch, 1) + (
             kept_bytes(layers, limits.max_batch, limits.verify_sizes[-1]) if draft is not None else 0
         )
@@ -161,11 +158,10 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
     rotary = limits.kv_rows * draft.decoder.rotary_dim
     weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
     states = state_edge(decoder_states(draft.decoder), slots, limits.kv_rows)
-    exchange = exchange_bytes(states, dtype) if slots > 1 else 0
     return {
         "draft weights": weights * item,
         "draft KV caches": state_bytes(states, dtype),
-        "draft buffers": rows * inputs * item + exchange + masks + (slots * logits + rotary) * wide,
+        "draft buffers": rows * inputs * item + masks + (slots * logits + rotary) * wide,
     }
 
 

@@ -345,17 +345,9 @@ def recurrent_states(states: Iterable[LayerState]) -> list[RecurrentState]:
     return [state for state in states if isinstance(state, RecurrentState)]
 
 
-def exchange_sizes(edge: Edge) -> dict[str, int]:
-    """The most elements of a sequence that a tensor of each dtype has: what an exchange of two sequences needs."""
-    sizes: dict[str, int] = {}
-    for (_, *shape), dtype in edge.values():
-        sizes[dtype] = max(sizes.get(dtype, 0), math.prod(shape))
-    return sizes
-
-
-def exchange_bytes(edge: Edge, compute_dtype: str) -> int:
-    """The bytes that an exchange of two sequences needs."""
-    return sum(size * _item_size(dtype, compute_dtype) for dtype, size in exchange_sizes(edge).items())
+def largest_state(edge: Edge) -> int:
+    """The most elements of a sequence that a tensor has."""
+    return max(math.prod(shape) for (_, *shape), _ in edge.values())
 
 
 def _item_size(dtype: str, compute_dtype: str) -> int:

@@ -324,7 +324,7 @@ class BaseEngineRunner(PrefillingRunner):
 
         Everything must have been waited for.
         """
-        self.states.swap(source, target)
+        self.swap_rows(source, target)
         state = self._state
         for array in (state.token_ids, state.positions, state.active, self.offsets, self._logits):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
@@ -332,8 +332,23 @@ class BaseEngineRunner(PrefillingRunner):
         self._media_inputs.move(source, target)
         if self.adapters is not None:
             self.adapters.move(source, target)
-        self.lengths[target] = self.lengths[source]
         self.stop(source)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange the states of two slots."""
+        self.states.move(first, second, self.rows_held(first, second), True)
+        for known in (self.lengths, self.left):
+            known[first], known[second] = known[second], known[first]
+
+    def copy_rows(self, source: int, target: int) -> None:
+        """Let the idle slot `target` hold what the idle slot `source` holds."""
+        self.states.move(source, target, self.rows_held(source), False)
+        self.left[target] = self.left[source]
+
+    def rows_held(self, *slots: int) -> int:
+        """How many of the first rows of these slots may be asked for again; the next step of an idle one writes the
+        last."""
+        return 1 + max(self.lengths[slot] or self.left[slot] for slot in slots)
 
     def logits(self, slot: int) -> np.ndarray:
         """The logits [V] float32 of the slot's latest step (waits for it)."""

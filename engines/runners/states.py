@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.errors import EngineError
@@ -66,15 +66,9 @@ class ModelStates:
     ) -> None:
         """`is_base`: the layers are those that several GPUs may share."""
         self._backend, self._layers, self._starts = backend, tuple(layers), starts
-        edge = states.state_edge(layers, slots, rows)
         self._zeros_of: _Zeros = backend.shared_zeros if is_base else backend.zeros_side_by_side
-        self.tensors = self._zeros_of(edge)
-        self._dtypes = {name: dtype for name, (_, dtype) in edge.items()}
+        self.tensors = self._zeros_of(states.state_edge(layers, slots, rows))
         self._views: dict[int, dict[str, Array]] = {}
-        self._spare: dict[str, Array] = {}
-        if slots > 1:
-            sizes = {"int32": 1} | states.exchange_sizes(edge)
-            self._spare = {dtype: backend.empty((size,), dtype) for dtype, size in sizes.items()}
         self._rings = {name for state in layers if isinstance(state, states.WindowRows) for name in state.names}
         #: The last tensor of each layer.
         self.last_of = {state.index: state.names[-1] for state in layers}
@@ -83,7 +77,7 @@ class ModelStates:
         self._zeros: Array | None = None
         self._first: Array | None = None
         if recurrent:
-            self._zeros = backend.zeros((max(states.exchange_sizes(self._recurrent).values()),), "float32")
+            self._zeros = backend.zeros((states.largest_state(self._recurrent),), "float32")
             self._first = backend.zeros((slots, 1), "int32")
 
     @property
@@ -109,18 +103,13 @@ class ModelStates:
             assert self._zeros is not None
             self._backend.copy(part, leading(self._zeros, tuple(part.shape)))
 
-    def swap(self, first: int, second: int) -> None:
-        """Exchange what two slots hold."""
-        for array, dtype in self._of_slots():
-            one, other = array[first : first + 1], array[second : second + 1]
-            spare = leading(self._spare[dtype], tuple(one.shape))
-            for target, source in ((spare, one), (one, other), (other, spare)):
-                self._backend.copy(target, source)
-
-    def copy(self, source: int, target: int) -> None:
-        """Let slot `target` hold what `source` holds."""
-        for array, _ in self._of_slots():
-            self._backend.copy(array[target : target + 1], array[source : source + 1])
+    def move(self, source: int, target: int, rows: int, swaps: bool) -> None:
+        """Let slot `target` hold what `source` does, where it `swaps` the other way round, too; neither holds more than
+        `rows` rows that are asked for again."""
+        of_rows = [tensor for name, tensor in self.tensors.items() if name not in self._recurrent]
+        whole = *(self.tensors[name] for name in self._recurrent), self._starts
+        self._backend.move_slots(of_rows, source, target, rows, swaps)
+        self._backend.move_slots(whole, source, target, None, swaps)
 
     def commit(
         self, start: Array, accepted: Accepted, features: Array, pending: Pending, kept: Kept | None = None
@@ -226,7 +215,6 @@ class ModelStates:
         """Let go of the memory."""
         self.tensors.clear()
         self._views.clear()
-        self._spare.clear()
         self._recurrent.clear()
         self._zeros = self._first = None
 
@@ -238,8 +226,3 @@ class ModelStates:
                 name: part.reshape(*part.shape[1:]) if len(part.shape) == 4 else part for name, part in parts.items()
             }
         return self._views[slot]
-
-    def _of_slots(self) -> Iterator[tuple[Any, str]]:
-        """Everything that a slot has, with its dtype."""
-        yield from ((tensor, self._dtypes[name]) for name, tensor in self.tensors.items())
-        yield self._starts, "int32"

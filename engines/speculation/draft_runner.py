@@ -298,7 +298,6 @@ class EagleDraftEngineRunner(Drafter):
         self.unseen[slot] = 0
 
     def move(self, source: int, target: int) -> None:
-        self.states.swap(source, target)
         pending = self.pending
         for array in (pending.features, pending.token_ids, pending.counts, pending.last):
             self.backend.copy(array[target : target + 1], array[source : source + 1])

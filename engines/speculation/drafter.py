@@ -112,7 +112,7 @@ class Drafter(FeatureUser):
         """A slot is idle; its states stay."""
 
     def move(self, source: int, target: int) -> None:
-        """A sequence goes on in another slot, with which its own exchanges what it holds."""
+        """A sequence goes on in another slot, where its states are already."""
 
     def close(self) -> None:
         """Let go of what is held on the device."""

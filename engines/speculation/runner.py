@@ -270,18 +270,24 @@ class DecodingRunner:
 
         Finished sequences make room this way: the running ones lead. Everything must have been waited for.
         """
+        self._move_drafts(source, target, self.base.rows_held(source, target), True)
         self.base.move(source, target)
         self.draft.move(source, target)
         self.stop(source)
 
     def swap_rows(self, first: int, second: int) -> None:
-        for states in (self.base.states, *self.draft.models.values()):
-            states.swap(first, second)
+        """Exchange what two idle slots hold."""
+        self._move_drafts(first, second, self.base.rows_held(first, second), True)
+        self.base.swap_rows(first, second)
 
     def copy_rows(self, source: int, target: int) -> None:
         """Let the idle slot `target` hold what the idle slot `source` holds."""
-        for states in (self.base.states, *self.draft.models.values()):
-            states.copy(source, target)
+        self._move_drafts(source, target, self.base.rows_held(source), False)
+        self.base.copy_rows(source, target)
+
+    def _move_drafts(self, source: int, target: int, rows: int, swaps: bool) -> None:
+        for states in self.draft.models.values():  # none has more rows than the base
+            states.move(source, target, rows, swaps)
 
     def close(self) -> None:
         """Free everything, as `BaseEngineRunner.close` does."""

@@ -83,6 +83,24 @@ __global__ void move_accepted(
     }
 }
 
+// The first `used` elements of each of `groups` groups of a slot, `pitch` elements apart, go to another slot, or two slots
+// change places there. Grid (blocks of an array, arrays).
+template <class Element>
+__global__ void move_slots(
+    const __grid_constant__ acceptance::CachePointers arrays, unsigned source, unsigned target, unsigned groups,
+    unsigned pitch, unsigned used, unsigned swaps) {
+    Element* array = static_cast<Element*>(arrays.cache[blockIdx.y]);
+    size_t slot = (size_t)groups * pitch;
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < (size_t)groups * used;
+         i += (size_t)gridDim.x * blockDim.x) {
+        size_t place = i / used * pitch + i % used;
+        Element *one = array + source * slot + place, *other = array + target * slot + place;
+        Element moved = *one;
+        if (swaps) *one = *other;
+        *other = moved;
+    }
+}
+
 // A plain step's feature and token join the pending ones. Grid (slots).
 template <class Element>
 __global__ void append_pending(AppendPendingArguments a, unsigned elements) {

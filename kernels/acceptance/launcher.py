@@ -21,6 +21,8 @@ from edgellm.kernels.tree.contract import TreeNodes
 #: Bytes of one `Row` of acceptance.cuh, which asserts it.
 _ROW_BYTES = 56
 _ROW_THREADS, _WALK_THREADS, _COPY_THREADS, _FEATURE_THREADS, _WARP = 512, 256, 128, 256, 32
+#: Of an array whose slots move: more would not move them faster.
+_MOST_BLOCKS = 1024
 #: Addresses of caches travel with a launch, so nothing is made ready before.
 _CACHES_PER_LAUNCH = 256
 #: The widest type that moves a number of bytes at once.
@@ -47,7 +49,11 @@ WALK = _source("walk", "eagle_accept", "accept_drawn")
 ADVANCE = _source(
     "advance",
     "advance_accepted",
-    *(f"{name}<{element}>" for name in ("move_accepted", "append_pending") for element in _ELEMENTS.values()),
+    *(
+        f"{name}<{element}>"
+        for name in ("move_accepted", "move_slots", "append_pending")
+        for element in _ELEMENTS.values()
+    ),
 )
 TREE_LOGITS = _source("tree_logits", "process_tree_logits")
 TYPICAL = _source("typical", "row_best<TypicalAcceptArguments>", "row_total<TypicalAcceptArguments>", "typical_accept")
@@ -158,6 +164,26 @@ class CudaAcceptance(Launcher):
             shape = (gathers, len(some), elements, rows[1] // width)
             kernel = Kernel(ADVANCE, f"move_accepted<{_ELEMENTS[width]}>")
             self._launch(kernel, grid, _COPY_THREADS, (packed, pointers, *shape))
+
+    def move_slots(
+        self, arrays: Sequence[DeviceArray], source: int, target: int, rows: int | None = None, swaps: bool = False
+    ) -> None:
+        """See `Backend.move_slots`: one launch for each 256 arrays that are alike."""
+        alike: dict[tuple[int, int, int], list[DeviceArray]] = {}
+        for array in arrays:
+            held = array.nbytes // array.shape[0]
+            groups = 1 if rows is None else array.shape[1]
+            used = held if rows is None else min(rows, array.shape[2]) * (held // groups // array.shape[2])
+            alike.setdefault((groups, held // groups, used), []).append(array)
+        for (groups, pitch, used), found in alike.items():
+            for first in range(0, len(found), _CACHES_PER_LAUNCH):
+                some = found[first : first + _CACHES_PER_LAUNCH]
+                width = _element_bytes((pitch, used), *some)
+                blocks = min(_MOST_BLOCKS, -(-groups * used // (width * _COPY_THREADS)))
+                pointers = (ctypes.c_void_p * _CACHES_PER_LAUNCH)(*(array.pointer for array in some))
+                sizes = (source, target, groups, pitch // width, used // width, int(swaps))
+                kernel = Kernel(ADVANCE, f"move_slots<{_ELEMENTS[width]}>")
+                self._launch(kernel, (max(1, blocks), len(some)), _COPY_THREADS, (pointers, *sizes))
 
     def advance_accepted(self, accepted, state, pending, emitted):
         sizes, packed = self._packed("advance_accepted", accepted, state, pending, emitted)

@@ -78,6 +78,9 @@ class FixedShapeBackend(NumpyBackend):
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
         self.launch(lambda: np.copyto(host_view(target), host_view(source)))
 
+    def move_slots(self, arrays: Sequence[DeviceArray], *how: Any) -> None:
+        self.launch(lambda: super(FixedShapeBackend, self).move_slots([*map(host_view, arrays)], *how))
+
     def signal(self) -> FixedShapeSignal:
         return FixedShapeSignal(self)
 

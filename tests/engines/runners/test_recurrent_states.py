@@ -113,8 +113,8 @@ def test_a_slot_that_begins_anew_has_nothing_of_what_it_had() -> None:
 def test_slots_change_places_with_all_that_they_hold() -> None:
     states = made()
     before = copies(states)
-    states.swap(0, 2)
-    states.copy(0, 1)
+    states.move(0, 2, ROWS, True)
+    states.move(0, 1, ROWS, False)
     for name, tensor in states.tensors.items():
         assert (tensor == before[name][[2, 2, 0]]).all(), name
 

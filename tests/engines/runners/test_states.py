@@ -40,11 +40,20 @@ def test_engines_change_states_where_they_are(states: ModelStates) -> None:
 
 def test_slots_change_places_with_the_rows_that_steps_write(states: ModelStates) -> None:
     before, starts = copies(states), states._starts
-    states.swap(0, 2)
-    states.copy(0, 1)
+    states.move(0, 2, ROWS, True)
+    states.move(0, 1, ROWS, False)
     for name, tensor in states.tensors.items():
         assert (tensor == before[name][[2, 2, 0]]).all()
     assert starts.tolist() == [2, 2, 0]
+
+
+def test_rows_that_nobody_asks_for_stay_where_they_are(states: ModelStates) -> None:
+    before = copies(states)
+    states.move(1, 2, 7, True)
+    states.move(2, 0, 7, False)
+    for name, tensor in states.tensors.items():
+        assert (tensor[:, :, :7] == before[name][[1, 2, 1], :, :7]).all()
+        assert (tensor[:, :, 7:] == before[name][:, :, 7:]).all()
 
 
 def test_accepted_rows_move_together_with_their_scales(states: ModelStates) -> None:

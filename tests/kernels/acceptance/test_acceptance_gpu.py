@@ -310,6 +310,26 @@ def test_move_accepted(gpu, rng, dtype, caches, heads, width):
         assert_equals_twin(gpu, "move_accepted", arrays, ring, accepted, nodes, pending, True)
 
 
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 33, 70, 100, None])
+def test_move_slots(gpu, rng, rows, swaps):
+    """Rows of several sizes and dtypes, more arrays than a launch takes, larger ones than its blocks, and numbers."""
+    shapes = [(4, 3, 70, 6), (4, 1, 70, 64), (4, 3, 20, 8), *[(4, 2, 70, 8)] * 300, (4, 8, 4096, 128)]
+    arrays = [rng.integers(0, 30_000, shape).astype(np.uint16) for shape in shapes]
+    arrays += [rng.integers(-127, 128, (4, 2, 70, 8)).astype(np.int8), rng.standard_normal((4, 2, 70, 1), np.float32)]
+    arrays += [] if rows is not None else [np.arange(4, dtype=np.int32), rng.standard_normal((4, 96, 4), np.float32)]
+    moved = [on_device(gpu, array) for array in arrays]
+    for source, target in ((3, 1), (0, 3)):
+        gpu.acceptance.move_slots(moved, source, target, rows, swaps)
+        for array in arrays:
+            part = slice(None) if rows is None else (slice(None), slice(rows))
+            one, other = array[source][part].copy(), array[target][part].copy()
+            array[target][part] = one
+            if swaps:
+                array[source][part] = other
+    assert_same(gpu, moved, arrays, "move_slots")
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("width", [1, 6, 64, 6144])
 def test_append_pending(gpu, rng, dtype, width):
