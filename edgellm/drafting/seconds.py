@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS
 
 PLAIN = "plain"  # the name of a step without a draft
 #: Standard deviations of logarithms: of the load of the machine over a first plain step, of what waiting for the host
@@ -21,8 +22,9 @@ LARGEST_SURPRISE = 2.0
 
 
 class Guess(NamedTuple):
-    """Of a round's time over a plain step's: `once`, for each `level` that a draft model proposes, and for each `node`
-    of each sequence that is verified.
+    """Of a round's time over a plain step's: `once`, for each `level` that a draft model proposes, for each `node` of
+    each sequence that is verified, and `again` where more than `MAX_TILED_ROWS` are, for each so many more: weights are
+    gone through once more then.
 
     `chosen` of a mixture's experts are what a token goes through (a share of all of them), and `read` is their share of
     what a plain step reads: a round takes longer by the further experts that its tokens choose, evenly. `latency` are
@@ -35,6 +37,7 @@ class Guess(NamedTuple):
     chosen: float = 1.0
     read: float = 0.0
     latency: float = 0.0
+    again: float = 0.0
 
     def in_one_pass(self) -> Guess:
         """For a draft model that proposes all levels in one pass, of several layers: not measured, two levels'."""
@@ -46,7 +49,8 @@ class Guess(NamedTuple):
         least, whole = (self._distinct(rows) for rows in (batch, batch * plan.tree_size))
         experts = self.read * (whole - least) / (1 - self.read + self.read * least)
         once = self.once + self.latency * (levels + 2 if levels else 0) / plain
-        return once + self.level * levels + self.node * batch * (plan.tree_size - 1) + experts
+        again = self.again * max(0.0, batch * plan.tree_size / MAX_TILED_ROWS - 1.0)
+        return once + self.level * levels + self.node * batch * (plan.tree_size - 1) + again + experts
 
     def _distinct(self, rows: int) -> float:
         """How many times the experts of one token so many go through."""
@@ -54,8 +58,9 @@ class Guess(NamedTuple):
 
 
 #: Where steps are captured and run ahead, and where they are computed at once. Measured: 1.37 to 2.24 on a board that
-#: is imitated, 1.56 to 2.95 on an H200, 2.9 to 10.7 on a CPU, for chains of 2 to trees of 60.
-CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01, latency=2e-5), Guess(2.5, 0.2, 0.09)
+#: is imitated, 1.56 to 2.95 on an H200, 2.9 to 10.7 on a CPU, for chains of 2 to trees of 60; of 64 to 480 rows 2.7 to
+#: 17.5 on an H200 (2026-12-01-h200-slots.md).
+CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01, latency=2e-5, again=1.5), Guess(2.5, 0.2, 0.09)
 
 
 class Seconds:

@@ -31,11 +31,11 @@ NOISE, INTERRUPTED = 0.02, 2000
 
 class Device(NamedTuple):
     """What steps take: a plain one so many seconds, a round over it `once`, `level` for each that a draft model
-    proposes, and `node` for each token that is verified; `more` for each further sequence of a plain step. The host
-    takes `host` seconds from a token to the next launch, and `ask` seconds to ask the index; steps are launched `ahead`
-    of what was read. Plans differ by up to `uneven` from that. With a draft model loaded a plain step takes `upkeep`
-    more. The learner takes the host `think` seconds to choose, the same to take note, and `rate` more to rate a draft
-    model's plans anew."""
+    proposes, `node` for each token that is verified, and `again` for each 64 of these beyond the first 64; `more` for
+    each further sequence of a plain step. The host takes `host` seconds from a token to the next launch, and `ask`
+    seconds to ask the index; steps are launched `ahead` of what was read. Plans differ by up to `uneven` from that.
+    With a draft model loaded a plain step takes `upkeep` more. The learner takes the host `think` seconds to choose,
+    the same to take note, and `rate` more to rate a draft model's plans anew."""
 
     name: str
     plain: float
@@ -51,6 +51,7 @@ class Device(NamedTuple):
     think: float = 0.0
     rate: float = 0.0
     cold: int = 0
+    again: float = 1.5
 
     def seconds(self, plan: DraftPlan | None, batch: int, drafts: bool) -> float:
         """Of a step, without noise."""
@@ -59,18 +60,20 @@ class Device(NamedTuple):
             return plain * (1.0 + self.upkeep * drafts)
         levels = 0 if plan.is_given else plan.steps
         uneven = 1.0 + self.uneven * (2.0 * random.Random(f"{self.name} {plan.name}").random() - 1.0)
-        more = (self.once - 1.0 + self.level * levels + self.node * batch * (plan.tree_size - 1)) * self.plain
-        return plain + more * uneven
+        more = self.once - 1.0 + self.level * levels + self.node * batch * (plan.tree_size - 1)
+        more += self.again * max(0.0, batch * plan.tree_size / 64 - 1.0)
+        return plain + more * self.plain * uneven
 
 
 #: 1B shapes in fp16 on an H200; the same as an Orin has bandwidth and arithmetic, in fp16 and in int4 with a draft in
 #: fp16 (2026-11-28-h200-boards.md.xz); the shipped model on two cores (2026-11-28-cpu-learner.md.xz), and on an H200,
 #: where the host takes as long as a plain step (2026-11-29-h200-proofs.md.xz) and what the learner takes is not hidden;
-#: SmolLM2 with the head of 2026-11-29-h200-head-training.md.xz there, as 2026-11-30-h200-forms.md.xz has it.
+#: SmolLM2 with the head of 2026-11-29-h200-head-training.md.xz there, as 2026-11-30-h200-forms.md.xz has it; of
+#: more than 64 rows 2026-12-01-h200-slots.md has what they take.
 H200 = Device("H200", 0.775e-3, 1.1, 0.155, 0.010)
 ORIN = Device("Orin", 7.0e-3, 1.05, 0.105, 0.009, host=1.5e-4, ask=1e-4)
 INT4 = Device("Orin int4", 3.4e-3, 1.35, 0.25, 0.03, host=1.5e-4, ask=1e-4)
-CPU = Device("NumPy", 2.65e-3, 2.6, 0.2, 0.09, more=0.5, host=1e-4, ask=1e-4, ahead=0)
+CPU = Device("NumPy", 2.65e-3, 2.6, 0.2, 0.09, more=0.5, host=1e-4, ask=1e-4, ahead=0, again=0.0)
 SHIPPED = Device("H200 shipped", 0.13e-3, 1.4, 0.16, 0.03, host=1.15e-4, think=2e-5, rate=5e-5, cold=8)
 SMOLLM2 = Device("H200 SmolLM2", 0.45e-3, 1.57, 0.055, 0.033, host=1.15e-4, think=2e-5, rate=5e-5, cold=8)
 

@@ -322,11 +322,8 @@ def test_move_slots(gpu, rng, rows, swaps):
     for source, target in ((3, 1), (0, 3)):
         gpu.acceptance.move_slots(moved, source, target, rows, swaps)
         for array in arrays:
-            part = slice(None) if rows is None else (slice(None), slice(rows))
-            one, other = array[source][part].copy(), array[target][part].copy()
-            array[target][part] = one
-            if swaps:
-                array[source][part] = other
+            part = array if rows is None else array[:, :, :rows]
+            part[target], part[source] = part[source].copy(), part[target if swaps else source].copy()
     assert_same(gpu, moved, arrays, "move_slots")
 
 
