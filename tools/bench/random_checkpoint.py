@@ -107,6 +107,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
     "llama-1b": LLAMA_3_2_1B,
+    "smollm2-135m": LLAMA_3_2_1B
+    | {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+    },
     "llama-8b": LLAMA_3_2_1B
     | {
         "hidden_size": 4096,
