@@ -82,13 +82,16 @@ def test_what_cannot_be_captured_is_named(open_runtime: Callable[[], SpecDecodeR
 def test_slots_exchange_and_copy_rows(open_runtime: Callable[[], SpecDecodeRuntime]) -> None:
     with open_runtime() as runtime:
         runtime.handle_request([Request(prompt, None, PARAMS) for prompt in PROMPTS])
-        held = held_rows(runtime)
-        runtime._open_runner().swap_rows(0, 2)
-        runtime._open_runner().copy_rows(1, 3)
+        runner, held = runtime._open_runner(), held_rows(runtime)
+        in_use = [runner.base.left[slot] for slot in range(4)]
+        assert all(rows >= len(prompt) for rows, prompt in zip(in_use, PROMPTS, strict=True))
+        runner.swap_rows(0, 2)
+        runner.copy_rows(1, 3)
         now = held_rows(runtime)
         for slot, source in enumerate((2, 1, 0, 1)):
+            assert runner.base.left[slot] == in_use[source]
             for found, expected in zip(now[slot], held[source], strict=True):
-                np.testing.assert_array_equal(found, expected)
+                np.testing.assert_array_equal(found[:, :, : in_use[source]], expected[:, :, : in_use[source]])
 
 
 def held_rows(runtime: SpecDecodeRuntime) -> list[list[np.ndarray]]:
