@@ -346,8 +346,8 @@ class BaseEngineRunner(PrefillingRunner):
         self.left[target] = self.left[source]
 
     def rows_held(self, *slots: int) -> int:
-        """How many of the first rows of these slots may be asked for again; the next step of an idle one writes the
-        last."""
+        """How many of the first rows of these slots may be asked for again, and one: where an idle one's part in a step
+        writes."""
         return 1 + max(self.lengths[slot] or self.left[slot] for slot in slots)
 
     def logits(self, slot: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from edgellm.kernels.tree.contract import TreeNodes
 #: Bytes of one `Row` of acceptance.cuh, which asserts it.
 _ROW_BYTES = 56
 _ROW_THREADS, _WALK_THREADS, _COPY_THREADS, _FEATURE_THREADS, _WARP = 512, 256, 128, 256, 32
-#: Of an array whose slots move: more would not move them faster.
+#: Of each array whose slots move: as many as keep the largest GPUs busy.
 _MOST_BLOCKS = 1024
 #: Addresses of caches travel with a launch, so nothing is made ready before.
 _CACHES_PER_LAUNCH = 256
