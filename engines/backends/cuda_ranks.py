@@ -157,14 +157,8 @@ class CudaRanks(CudaBackend):
         self.each(upload)
 
     def copy(self, target: Any, source: Any) -> None:
-        """See `Backend.copy`: between states of slots, of which one may be held by the first rank as by one GPU."""
-        pairs = [(target, source)]
-        if isinstance(target, RankedArray) and isinstance(source, RankedArray):
-            pairs = [(one, other) for (_, one), (_, other) in zip(target.parts, source.parts, strict=True)]
-        elif isinstance(target, RankedArray):
-            pairs = target.beside(source)
-        elif isinstance(source, RankedArray):
-            pairs = [(whole, part) for part, whole in source.beside(target)]
+        """See `Backend.copy`: into a state that ranks share, too, of what the first rank holds as one GPU would."""
+        pairs = target.beside(source) if isinstance(target, RankedArray) else [(target, source)]
         for one, other in pairs:
             super().copy(one, other)
 
